@@ -12,7 +12,6 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38  # smallest normal; the kernels flush what is below it
@@ -244,9 +243,10 @@ def finite(name: str, value: Any) -> float:
     """A number that is finite in float32, as a float. Arrays are refused: reading one would wait for the device."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a real number")
-    if not abs(value) <= FLOAT32_MAX:  # also false for NaN
+    number = float(value)
+    if not abs(number) <= FLOAT32_MAX:  # also false for NaN
         raise ValueError(f"{name} is {value}; it must be finite (in float32)")
-    return float(value)
+    return number
 
 
 def cap(softcap: Any) -> float:
