@@ -1,0 +1,1 @@
+"""The tuner and its winners."""

@@ -1,0 +1,1 @@
+"""Tuned tile configurations, one YAML file per GPU model."""
