@@ -1,0 +1,58 @@
+// cp.async: global to shared memory without passing registers, in groups that complete in order.
+//
+// A copy lands at some moment between its start and the wait that covers it (launch: copy_mode); until then the
+// destination holds what it held. That is so on every emulated architecture, although sm_75 copies at once: a kernel may
+// lean on no more than the contract.
+#pragma once
+#include "platform/types.cuh"
+
+namespace emulated {
+
+void start_copy(void* shared, const void* data, u32 bytes);
+void commit_copies();
+void wait_copies(u32 pending);
+
+}  // namespace emulated
+
+/// Word of kBytes bytes (a power of two up to 16), for copies through registers.
+template <u32 kBytes>
+struct Word;
+template <>
+struct Word<2> {
+    using type = u16;
+};
+template <>
+struct Word<4> {
+    using type = u32;
+};
+template <>
+struct Word<8> {
+    using type = uint2;
+};
+template <>
+struct Word<16> {
+    using type = uint4;
+};
+
+/// Starts copying kBytes (2, 4, 8 or 16; both addresses so aligned) to shared memory; with valid = false nothing is read
+/// and zeros are written.
+template <u32 kBytes>
+DEVICE void copy_async(void* shared, const void* global, bool valid) {
+    u8 data[kBytes] = {};
+    if (valid) {
+        if (reinterpret_cast<u64>(global) % kBytes != 0)
+            emulated::fail("copy_async: global address %p is not aligned to %u bytes", global, kBytes);
+        // Read at once: nobody writes what a kernel copies, and AddressSanitizer then names the line that asked for it.
+        __builtin_memcpy(data, global, kBytes);
+    }
+    emulated::start_copy(shared, data, kBytes);
+}
+
+/// Closes the group of all copies this thread has started since the last commit.
+DEVICE void copy_async_commit() { emulated::commit_copies(); }
+
+/// Waits until at most kPending of this thread's groups are still under way. Other threads see the data after a barrier.
+template <u32 kPending>
+DEVICE void copy_async_wait() {
+    emulated::wait_copies(kPending);
+}

@@ -1,0 +1,48 @@
+// Where a thread stands in its block and grid, and what it can say to its neighbours.
+#pragma once
+#include "platform/block.cuh"
+#include "platform/types.cuh"
+
+DEVICE u32 thread_index() { return emulated::thread_index(); }
+DEVICE u32 lane_index() { return emulated::thread_index() % emulated::kLanes; }
+
+/// Index of the warp in its block. A collective here too, because it is one on the GPU.
+DEVICE u32 warp_index() {
+    emulated::meet_warp("warp_index", nullptr, nullptr);
+    return emulated::thread_index() / emulated::kLanes;
+}
+
+DEVICE u32 block_index() { return emulated::block_index(); }
+
+/// Barrier over all threads of the block; shared and global writes before it are visible after it.
+DEVICE void block_sync() { emulated::meet_block("block_sync", false); }
+/// block_sync that also tells whether any thread passed true.
+DEVICE bool block_any(bool predicate) { return emulated::meet_block("block_any", predicate); }
+DEVICE void warp_sync() { emulated::meet_warp("warp_sync", nullptr, nullptr); }
+
+DEVICE bool warp_any(bool predicate) {
+    emulated::meet_warp("warp_any", &predicate, [](void* const* lane) {
+        bool any = false;
+        for (u32 l = 0; l < emulated::kLanes; ++l) any = any || *static_cast<bool*>(lane[l]);
+        for (u32 l = 0; l < emulated::kLanes; ++l) *static_cast<bool*>(lane[l]) = any;
+    });
+    return predicate;
+}
+
+/// The value of the lane whose index differs by `mask` (all 32 lanes take part).
+DEVICE float shuffle_xor(float value, u32 mask) {
+    struct Operands {
+        float value;
+        u32 mask;
+    } operands = {value, mask};
+    emulated::meet_warp("shuffle_xor", &operands, [](void* const* lane) {
+        float values[emulated::kLanes];
+        for (u32 l = 0; l < emulated::kLanes; ++l) values[l] = static_cast<Operands*>(lane[l])->value;
+        for (u32 l = 0; l < emulated::kLanes; ++l) {
+            Operands& own = *static_cast<Operands*>(lane[l]);
+            // Only the low five bits of a lane index count.
+            own.value = values[(l ^ own.mask) % emulated::kLanes];
+        }
+    });
+    return operands.value;
+}

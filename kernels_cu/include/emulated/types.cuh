@@ -1,0 +1,81 @@
+// Element types, address types and the words that every kernel is written with. Host side: the twin of ptx/types.cuh.
+// No standard header is included before the kernel (launch.cuh comes after it), so that a kernel which leans on one
+// does not compile here, as it would not under NVRTC.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+/// Not `static`: explicit specialisations may not have a storage class. The library is built with hidden symbols instead.
+#define DEVICE inline
+#define KERNEL(threads, blocks_per_sm) extern "C" __attribute__((visibility("default")))
+/// The launcher calls a kernel with the address of its own copy of the struct.
+#define PARAMS(Type) const Type&
+
+/// The vector types that CUDA has built in.
+struct alignas(8) uint2 {
+    u32 x, y;
+};
+struct alignas(16) uint4 {
+    u32 x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+/// IEEE binary16 and bfloat16 as bits; arithmetic is done in float32 only.
+struct Float16 {
+    u16 bits;
+};
+struct BFloat16 {
+    u16 bits;
+};
+
+/// Address in the block's shared window. A 32-bit number, not a pointer, as on the GPU.
+using SharedAddress = u32;
+
+// What the headers of this folder ask of the block that is running; launch.cuh has the bodies.
+namespace emulated {
+
+/// Ends the block, and with it the launch, with a message that names the calling thread.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+
+/// The block's shared memory, of which the caller wants the first `bytes`.
+u8* shared_memory(u64 bytes);
+SharedAddress shared_address(const void* pointer);
+/// Host address of `bytes` bytes at `address`; they must lie in shared memory and be aligned to their size.
+u8* shared_pointer(SharedAddress address, u32 bytes, const char* who);
+
+inline u32 float_bits(float x) {
+    u32 bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float bits_float(u32 bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+}  // namespace emulated
+
+DEVICE SharedAddress shared_address(const void* pointer) { return emulated::shared_address(pointer); }
+
+/// The kernel's whole shared memory, seen as one struct. Its size is checked against the host's formula at compile time.
+template <typename Storage>
+DEVICE Storage& shared_storage() {
+    static_assert(sizeof(Storage) == CF_SHARED_BYTES, "resources.py and SharedStorage disagree");
+    return *reinterpret_cast<Storage*>(emulated::shared_memory(sizeof(Storage)));
+}
+
+DEVICE float infinity() { return __builtin_inff(); }
+DEVICE float not_a_number() { return emulated::bits_float(0x7fffffffu); }
+DEVICE bool is_finite(float x) { return (emulated::float_bits(x) & 0x7f800000u) != 0x7f800000u; }
