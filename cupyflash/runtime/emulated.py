@@ -5,8 +5,8 @@ the moment at which asynchronous copies land are seeded), a read of shared memor
 deadlock, an access out of bounds (``sanitize=True``). It models results, not timing; see ``kernels_cu/include/emulated``.
 
 Example:
-    >>> library = build(flatten("fwd_mma.cu", "emulated", defines))
-    >>> launch(library, "forward_mma", grid, params, threads=128, shared_bytes=49152, seed=3)
+    >>> library = build(flatten("forward_mma.cu", "emulated"), defines)
+    >>> launch(library, "forward_mma", grid, params, threads=128, shared_bytes=defines["CF_SHARED_BYTES"], seed=3)
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +32,7 @@ _COPY_MODES: tuple[CopyMode, ...] = ("issue", "wait", "random")
 _MAX_THREADS = 1024
 _MESSAGE_BYTES = 65536
 
-_LAUNCHER = Path(__file__).parents[2] / "kernels_cu" / "include" / "emulated" / "launch.cuh"
+_LAUNCHER = files("cupyflash.kernels_cu") / "include" / "emulated" / "launch.cuh"
 
 # No contraction: multiply_rounded must round. No strict aliasing: kernels reinterpret storage, which nvcc allows.
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread")
@@ -57,11 +58,12 @@ class Library:
     handle: ctypes.CDLL
 
 
-def build(source: str, *, sanitize: bool = False) -> Library:
+def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize: bool = False) -> Library:
     """Builds a flattened kernel source for the host, or takes it from the cache.
 
     Args:
-        source: what ``flatten(kernel_file, "emulated", defines)`` returned.
+        source: what ``flatten(kernel_file, "emulated")`` returned.
+        defines: values of the macros that the source leaves open.
         sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, which end the process at the first error. The
             process must have been started with `sanitizer_environment`.
     Raises:
@@ -70,8 +72,10 @@ def build(source: str, *, sanitize: bool = False) -> Library:
     gxx = compiler()
     if gxx is None:
         raise RuntimeError("the emulated device builds kernels with g++, which was not found in PATH; install GCC")
-    source = f'{source}\n#line 1 "{_LAUNCHER}"\n{_LAUNCHER.read_text().replace("#pragma once", "")}'
-    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED))
+    launcher = _LAUNCHER.read_text(encoding="utf-8").replace("#pragma once", "")
+    source = f'{source}\n#line 1 "platform/launch.cuh"\n{launcher}'
+    macros = tuple(f"-D{name}={value}" for name, value in (defines or {}).items())
+    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED), *macros)
     key = hashlib.sha256("\0".join((_version(gxx), *flags, source)).encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.so"
     if not path.exists():

@@ -8,7 +8,7 @@ namespace emulated {
 inline void atomic_add(float* target, float x) {
     u32* bits = reinterpret_cast<u32*>(target);
     u32 seen = __atomic_load_n(bits, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(bits, &seen, float_bits(bits_float(seen) + x), true, __ATOMIC_RELAXED,
+    while (!__atomic_compare_exchange_n(bits, &seen, float_to_bits(bits_to_float(seen) + x), true, __ATOMIC_RELAXED,
                                         __ATOMIC_RELAXED)) {
     }
 }

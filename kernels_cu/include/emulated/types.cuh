@@ -53,18 +53,6 @@ SharedAddress shared_address(const void* pointer);
 /// Host address of `bytes` bytes at `address`; they must lie in shared memory and be aligned to their size.
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who);
 
-inline u32 float_bits(float x) {
-    u32 bits;
-    __builtin_memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-inline float bits_float(u32 bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 }  // namespace emulated
 
 DEVICE SharedAddress shared_address(const void* pointer) { return emulated::shared_address(pointer); }
@@ -76,6 +64,18 @@ DEVICE Storage& shared_storage() {
     return *reinterpret_cast<Storage*>(emulated::shared_memory(sizeof(Storage)));
 }
 
+DEVICE float bits_to_float(u32 bits) {
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+DEVICE u32 float_to_bits(float x) {
+    u32 bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 DEVICE float infinity() { return __builtin_inff(); }
-DEVICE float not_a_number() { return emulated::bits_float(0x7fffffffu); }
-DEVICE bool is_finite(float x) { return (emulated::float_bits(x) & 0x7f800000u) != 0x7f800000u; }
+DEVICE float not_a_number() { return bits_to_float(0x7fffffffu); }
+DEVICE bool is_finite(float x) { return (float_to_bits(x) & 0x7f800000u) != 0x7f800000u; }
