@@ -103,8 +103,16 @@ emulated_switch:
 )");
 #endif
 
+/// Threads leave their last frames without returning from them; AddressSanitizer must not hold that against the next user.
+void forget_frames([[maybe_unused]] void* stack, [[maybe_unused]] u64 bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(stack, bytes);
+#endif
+}
+
 /// Makes `context` start in `entry` on its stack when it is switched to.
 void prepare(Context& context, void (*entry)(), u64 stack_offset) {
+    forget_frames(context.stack, context.stack_bytes);
 #if defined(CF_EMULATED_SWITCH)
     auto* top = reinterpret_cast<void**>(static_cast<u8*>(context.stack) + context.stack_bytes - stack_offset);
     *--top = nullptr;                              // the return address of entry, which does not return
@@ -147,7 +155,7 @@ public:
         for (u32 n = 0; n < count; ++n) mprotect(memory_ + n * stride(), page_, PROT_NONE);
     }
     ~Stacks() {
-        unpoison();
+        forget_frames(memory_, bytes_);
         munmap(memory_, bytes_);
     }
     Stacks(const Stacks&) = delete;
@@ -158,16 +166,9 @@ public:
         context.stack_bytes = kStackBytes;
     }
 
-    /// Forgets what AddressSanitizer noted about the frames of fibers that were given up.
-    void unpoison() {
-#if defined(__SANITIZE_ADDRESS__)
-        __asan_unpoison_memory_region(memory_, bytes_);
-#endif
-    }
-
 private:
 #if defined(__SANITIZE_ADDRESS__)
-    static constexpr u64 kStackBytes = 512 * 1024;
+    static constexpr u64 kStackBytes = 256 * 1024;
 #else
     static constexpr u64 kStackBytes = 128 * 1024;
 #endif
@@ -545,7 +546,6 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(
         Block own_block(launch, stacks);
         for (u32 n; (n = next++) < grid;) {
             if (own_block.run(blocks[n])) continue;
-            stacks.unpoison();
             next = grid;  // the others finish the block they are at
             const std::lock_guard<std::mutex> lock(mutex);
             if (error.empty()) error = own_block.error;
