@@ -351,7 +351,7 @@ void Block::meet_warp(const char* name, void* operands, WarpOperation operation)
     Warp& warp = warps_[w];
     if (warp.arrived != 0) {
         const char* other = fibers_[w * kLanes + static_cast<u32>(__builtin_ctz(warp.arrived))].waits_at;
-        if (std::strcmp(other, name) != 0)
+        if (other != name && std::strcmp(other, name) != 0)  // equal names mostly are one string
             fail(std::string("at ") + name + " while other lanes of its warp wait at " + other);
     }
     warp.operands[l] = operands;
