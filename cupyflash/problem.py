@@ -210,6 +210,12 @@ def dimensions(name: str, shape: tuple[int, ...], layout: str) -> tuple[int, int
     return shape[axes[0]], shape[axes[1]], shape[axes[2]], shape[axes[3]]
 
 
+def check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """Raises unless an array has the one shape that fits."""
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; expected {shape}")
+
+
 def common_dtype(dtypes: dict[str, Any]) -> str:
     """The one dtype name of several named dtypes; nothing is ever cast (the caller chooses where precision is lost)."""
     names = {name: str(getattr(dtype, "name", dtype)) for name, dtype in dtypes.items()}

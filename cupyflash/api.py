@@ -1,0 +1,414 @@
+"""The public face: attention forward and backward on NumPy arrays, CuPy arrays, and arrays that share their memory.
+
+A call is checked once: ``_resolve`` remembers its checked form under the shapes, dtypes and options of its arrays, and
+an equal call goes from that look-up to the launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays
+from .arrays import Array
+from .problem import Problem, check_gpu, check_shape, one_of, shape_in
+
+Window = tuple[int | None, int | None] | None
+
+
+class Options(NamedTuple):
+    """The options of ``attention`` that select what is computed, and where."""
+
+    causal: bool | str = False
+    scale: float | None = None
+    layout: str = "bshd"
+    window: Window = None
+    softcap: float | None = 0.0
+    deterministic: bool = False
+    precision: str | None = None
+    device: str | None = None
+    alignment: str | None = None  # corner of a window without a causal bound; not public: causal says it there
+
+    def problem(self, q: Array, k: Array, v: Array) -> Problem:
+        """The checked problem of three arrays under these options."""
+        return Problem.of(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            scale=self.scale,
+            layout=self.layout,
+            window=self.window,
+            softcap=self.softcap,
+            precision=self.precision,
+            deterministic=self.deterministic,
+            alignment=self.alignment,
+        )
+
+
+class Call(NamedTuple):
+    """A checked call: the problem, the module that computes it, and the shapes of its results."""
+
+    problem: Problem
+    place: str  # "cpu", "gpu", or "streaming" (NumPy arrays on the GPU)
+    backend: Any  # the module of that name; all have the same forward and backward
+    xp: Any  # numpy or cupy: the module of the arrays
+    is_bhsd: bool
+    is_empty: bool  # no scores: nothing is launched
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    lse_dtype: type
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    layout: str = "bshd",
+    window: Window = None,
+    softcap: float | None = 0.0,
+    return_lse: bool = False,
+    out: Array | None = None,
+    deterministic: bool = False,
+    precision: str | None = None,
+    device: str | None = None,
+) -> Any:
+    """Exact scaled dot-product attention, softmax(q k^T * scale) v, in memory linear in the sequence length.
+
+    Query head h attends with key/value head h // (H // Hk) (multi-query and grouped-query attention when Hk < H). With
+    Sq != Sk, ``causal=True`` aligns the last query with the last key: query i sees the keys j <= i + Sk - Sq. A query
+    that sees no key gives out 0 and lse -inf.
+
+    Args:
+        q: (B, Sq, H, D) queries; float16, bfloat16, float32, or float64 on the CPU. NumPy, CuPy, torch, JAX, or
+            anything with DLPack or ``__cuda_array_interface__``; any strides; never copied to another place.
+        k: (B, Sk, Hk, D) keys, H a multiple of Hk.
+        v: (B, Sk, Hk, Dv) values. D and Dv are at most 256 on the GPU.
+        causal: False, True (the same as "bottom_right"), or "top_left" (query i sees j <= i, as torch and JAX have it).
+        scale: multiplies the scores; 1/sqrt(D) by default.
+        layout: "bshd", or "bhsd" for (batch, heads, sequence, head_dim) arrays; out has the same layout.
+        window: (left, right) keys that a query sees beside its diagonal key, both inclusive; None is unbounded.
+        softcap: scores become softcap * tanh(score / softcap); 0 or None is off.
+        return_lse: also return the log of the softmax denominators.
+        out: array of the shape and dtype of the result to write to; may be strided, may not overlap q, k or v.
+        deterministic: gradients equal in every bit from run to run; the forward pass always is.
+        precision: of float32 products on the GPU, "ieee" (default) or "tf32" (10-bit mantissas, faster).
+        device: None computes where the arrays are. "cuda" sends NumPy arrays to the current GPU and back.
+
+    Returns:
+        out, (B, Sq, H, Dv) in ``layout`` and the dtype of q; with ``return_lse=True`` the tuple (out, lse), lse being
+        (B, H, Sq), natural log, float32 (float64 for float64 arrays). Both are arrays of the library that made q.
+
+    Raises:
+        TypeError: an argument is no array, dtypes differ or are unsupported, or arrays are not all in one place.
+        ValueError: shapes do not agree, an option is out of range, or arrays are on different GPUs.
+        ImportError: CuPy, or ml_dtypes for bfloat16, is needed and missing; the message says what to install.
+
+    Example:
+        >>> import numpy as np, cupyflash
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4, 8), dtype=np.float32)
+        >>> out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        ((2, 5, 4, 8), (2, 4, 5))
+        >>> np.allclose(out[:, 0], v[:, 0])  # the first query sees the first key only
+        True
+
+    References:
+        Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+    """
+    options = Options(causal, scale, layout, window, softcap, deterministic, precision, device)
+    kind = type(q)
+    if kind in arrays.native and type(k) is kind and type(v) is kind and (out is None or type(out) is kind):
+        return forward(q, k, v, out, options, return_lse)
+    return arrays.through(forward, {"q": q, "k": k, "v": v}, {"out": out}, options, return_lse)
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    layout: str = "bshd",
+    window: Window = None,
+    softcap: float | None = 0.0,
+    deterministic: bool = False,
+    precision: str | None = None,
+    device: str | None = None,
+    dlse: Array | None = None,
+) -> Any:
+    """The gradients of ``attention`` with respect to q, k and v, from its results and the same options.
+
+    Args:
+        dout: gradient of a loss with respect to out; shape and dtype of out, any strides.
+        q, k, v: the arguments of ``attention``.
+        out, lse: its results with ``return_lse=True``.
+        dlse: (B, H, Sq) gradient with respect to lse, dtype of lse, or None for zero; on the CPU only.
+        causal, scale, layout, window, softcap, deterministic, precision, device: as given to ``attention``.
+
+    Returns:
+        (dq, dk, dv), new C-contiguous arrays with the shapes and the dtype of q, k and v. The gradient of a key/value
+        head is summed over the query heads that share it, that of a broadcast k or v is not.
+
+    Raises:
+        TypeError, ValueError, ImportError: as ``attention`` does.
+        NotImplementedError: dlse is given for arrays on the GPU.
+
+    Example:
+        >>> import numpy as np, cupyflash
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), dtype=np.float32)
+        >>> out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        >>> dq, dk, dv = cupyflash.attention_backward(np.ones_like(out), q, k, v, out, lse)
+        >>> np.allclose(dv.sum(axis=1), 5)  # every query spreads a weight of 1 over the keys
+        True
+
+    References:
+        Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+    """
+    options = Options(causal, scale, layout, window, softcap, deterministic, precision, device)
+    kind = type(q)
+    operands = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
+    if kind in arrays.native and all(type(operand) is kind for operand in operands):
+        return backward(dout, q, k, v, out, lse, dlse, options)
+    required = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    return arrays.through(backward, required, {"dlse": dlse}, options)
+
+
+def attention_vjp(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    layout: str = "bshd",
+    window: Window = None,
+    softcap: float | None = 0.0,
+    deterministic: bool = False,
+    precision: str | None = None,
+    device: str | None = None,
+) -> tuple[Any, Callable[[Array], Any]]:
+    """``attention`` and the function that pulls a gradient of its result back to q, k and v.
+
+    Args:
+        q, k, v, and the options: as in ``attention``. They are kept, not copied: do not change them before calling vjp.
+
+    Returns:
+        (out, vjp); vjp(dout) returns (dq, dk, dv) and can be called more than once.
+
+    Raises:
+        TypeError, ValueError, ImportError: as ``attention`` does.
+
+    Example:
+        >>> import numpy as np, cupyflash
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), dtype=np.float32)
+        >>> out, vjp = cupyflash.attention_vjp(q, k, v, causal=True)
+        >>> dq, dk, dv = vjp(np.ones_like(out))
+        >>> dq.shape == q.shape
+        True
+
+    References:
+        Dao, FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
+    """
+    options = Options(causal, scale, layout, window, softcap, deterministic, precision, device)
+    required = {"q": q, "k": k, "v": v}
+    out, lse = arrays.through(forward, required, {"out": None}, options, True)
+
+    def vjp(dout: Array) -> Any:
+        results = {"dout": dout, **required, "out": out, "lse": lse}
+        return arrays.through(backward, results, {"dlse": None}, options)
+
+    return out, vjp
+
+
+def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
+    """Whether ``attention`` accepts these arrays and options, and if not, why. Never raises.
+
+    Args:
+        q, k, v: as in ``attention``.
+        options: causal, scale, layout, window, softcap, deterministic, precision, device, as in ``attention``.
+
+    Returns:
+        (True, "") or (False, reason), the reason being the message that ``attention`` would raise.
+
+    Example:
+        >>> import numpy as np, cupyflash
+        >>> q, k = np.zeros((1, 4, 8, 16), np.float32), np.zeros((1, 4, 3, 16), np.float32)
+        >>> cupyflash.supported(q, k, k)
+        (False, 'k has 3 heads but q has 8; num_heads must be a multiple of num_kv_heads')
+    """
+    try:
+        adopted = {name: arrays.adopt(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+        arrays.check_one_place(adopted)
+        _resolve(adopted["q"], adopted["k"], adopted["v"], Options(**options))
+    except Exception as error:  # whatever keeps attention from working is the answer
+        return False, str(error)
+    return True, ""
+
+
+def forward(q: Array, k: Array, v: Array, out: Array | None, options: Options, return_lse: bool) -> Any:
+    """``attention`` on arrays that are all NumPy or all CuPy."""
+    call = _resolve(q, k, v, options)
+    if call.place == "gpu":
+        gpu = arrays.gpu_of(("q", "k", "v", "out"), q, k, v, q if out is None else out)
+        if gpu != call.xp.cuda.runtime.getDevice():
+            with call.xp.cuda.Device(gpu):
+                return _forward(call, q, k, v, out, return_lse)
+    return _forward(call, q, k, v, out, return_lse)
+
+
+def _forward(call: Call, q: Array, k: Array, v: Array, out: Array | None, return_lse: bool) -> Any:
+    if out is None:
+        out = target = call.xp.empty(call.out_shape, q.dtype)
+    else:
+        _check_out(out, q, k, v, call)
+        target = out if call.place != "gpu" or _is_addressable(out) else call.xp.empty(call.out_shape, q.dtype)
+    lse = call.xp.empty(call.lse_shape, call.lse_dtype) if return_lse else None
+
+    if call.is_empty:
+        target.fill(0)
+        if lse is not None:
+            lse.fill(-np.inf)
+    else:
+        call.backend.forward(call.problem, *_operands(call, q, k, v), _bshd(call, target), lse)
+    if target is not out:
+        out[...] = target
+    return out if lse is None else (out, lse)
+
+
+def backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None, options: Options
+) -> Any:
+    """``attention_backward`` on arrays that are all NumPy or all CuPy."""
+    call = _resolve(q, k, v, options)
+    if call.place == "gpu":
+        gpu = arrays.gpu_of(("dout", "q", "k", "v", "out", "lse"), dout, q, k, v, out, lse)
+        if gpu != call.xp.cuda.runtime.getDevice():
+            with call.xp.cuda.Device(gpu):
+                return _backward(call, dout, q, k, v, out, lse, dlse)
+    return _backward(call, dout, q, k, v, out, lse, dlse)
+
+
+def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None) -> Any:
+    for name, array in (("dout", dout), ("out", out)):
+        if array.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {array.dtype} but q, k and v have {q.dtype}; they must be equal")
+        check_shape(name, array, call.out_shape)
+    for name, array in (("lse", lse), ("dlse", dlse)):
+        if array is not None:
+            if array.dtype != call.lse_dtype:
+                raise TypeError(
+                    f"{name} has dtype {array.dtype}; expected {np.dtype(call.lse_dtype)}, as attention returns"
+                )
+            check_shape(name, array, call.lse_shape)
+    if dlse is not None and call.place != "cpu":
+        raise NotImplementedError("dlse is supported on the CPU only; pass NumPy arrays, or dlse=None")
+
+    dq, dk, dv = (call.xp.empty(array.shape, array.dtype) for array in (q, k, v))
+    if call.is_empty:
+        for gradient in (dq, dk, dv):
+            gradient.fill(0)
+        return dq, dk, dv
+    dout, q, k, v, out = _operands(call, dout, q, k, v, out)
+    gradients = (_bshd(call, gradient) for gradient in (dq, dk, dv))
+    lse = call.xp.ascontiguousarray(lse)
+    extra = {} if dlse is None else {"dlse": dlse}
+    call.backend.backward(call.problem, dout, q, k, v, out, lse, *gradients, **extra)
+    return dq, dk, dv
+
+
+_calls: dict[Any, Call] = {}
+_CALLS_KEPT = 4096  # more than a program has kinds of calls, unless every sequence length is new
+
+
+def _resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
+    """The checked form of a call, remembered under all that the checks depend on."""
+    key = (type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options)
+    try:
+        return _calls[key]
+    except KeyError:
+        call = _checked_call(q, k, v, options)
+    except TypeError:  # an option that cannot be hashed, such as a list for window
+        return _checked_call(q, k, v, options)
+    if len(_calls) >= _CALLS_KEPT:
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
+def _checked_call(q: Array, k: Array, v: Array, options: Options) -> Call:
+    problem = options.problem(q, k, v)
+    place = _place(q, options.device)
+    if place != "cpu":
+        check_gpu(problem)
+    return Call(
+        problem=problem,
+        place=place,
+        backend=importlib.import_module(f".{place}", __package__),
+        xp=arrays.module_of(q),
+        is_bhsd=options.layout == "bhsd",
+        is_empty=problem.scores == 0,
+        out_shape=shape_in(options.layout, problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v),
+        lse_shape=(problem.batch, problem.num_heads, problem.seqlen_q),
+        lse_dtype=np.float64 if problem.dtype == "float64" else np.float32,
+    )
+
+
+def _place(q: Array, device: str | None) -> str:
+    if device is not None:
+        one_of("device", device, ("cpu", "cuda", "emulated"))
+    if device == "emulated":
+        raise NotImplementedError('device="emulated" is not supported; use "cpu" or "cuda"')
+    if type(q) is np.ndarray:
+        if device != "cuda":
+            return "cpu"
+        arrays.require_gpu('device="cuda"')
+        return "streaming"
+    if device == "cpu":
+        raise ValueError(
+            'device="cpu" but the arrays are on the GPU; bring them over with cupy.asnumpy, or drop device'
+        )
+    return "gpu"
+
+
+def _operands(call: Call, *operands: Array) -> Any:
+    """Views of arrays as (B, S, H, D), copied only where a kernel could not address their elements."""
+    if call.place == "gpu":
+        operands = tuple(a if _is_addressable(a) else call.xp.ascontiguousarray(a) for a in operands)
+    return [array.transpose(0, 2, 1, 3) for array in operands] if call.is_bhsd else operands
+
+
+def _bshd(call: Call, array: Array) -> Array:
+    return array.transpose(0, 2, 1, 3) if call.is_bhsd else array
+
+
+def _is_addressable(array: Array) -> bool:
+    """Whether kernels can read an array in place: rows of head_dim consecutive elements, aligned to whole elements."""
+    itemsize = array.itemsize
+    batch, sequence, heads, element = array.strides
+    return element == itemsize and not (batch | sequence | heads | array.data.ptr) % itemsize
+
+
+def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
+    if out.dtype != q.dtype:
+        raise TypeError(f"out has dtype {out.dtype} but q, k and v have {q.dtype}; they must be equal")
+    check_shape("out", out, call.out_shape)
+    if type(out) is np.ndarray and not out.flags.writeable:
+        raise ValueError("out is read-only; pass an array that can be written to")
+    if any(stride == 0 and length > 1 for length, stride in zip(out.shape, out.strides, strict=True)):
+        raise ValueError(f"out has strides {out.strides}, so that elements share memory; pass an array that owns each")
+    start, end = arrays.extent(out)
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        other_start, other_end = arrays.extent(array)
+        if start < other_end and other_start < end:
+            raise ValueError(f"out overlaps {name} in memory; {name} is still read while out is written")
