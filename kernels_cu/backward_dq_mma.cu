@@ -1,0 +1,170 @@
+// dQ of the FlashAttention-2 backward in a fixed order: bitwise the same in every run (mma.sync, sm_75 and up).
+//
+// A block owns kBr query rows of one head and walks over the key tiles that they see, as the forward does:
+//   S = Q K_j^T,  P = exp(S - LSE),  dP = dO V_j^T,  dS = P (dP - delta),  dQ += dS K_j
+// Nothing is shared between blocks, so there is nothing to reduce; the price is that S and dP are computed twice, here and
+// in backward_mma (seven products in place of five).
+#include "params.cuh"
+#include "band.cuh"
+#include "copy_tile.cuh"
+#include "hidden.cuh"
+#include "probability.cuh"
+#include "score.cuh"
+#include "traits.cuh"
+#include "warp_gemm.cuh"
+
+constexpr u32 kM = kBr / (16 * kWarps);
+static_assert(kM * 16 * kWarps == kBr, "each warp owns whole 16-row tiles");
+
+using ScoreTile = Accumulator<kM, kBc / 8>;
+
+struct SharedStorage {
+    union {
+        struct {
+            SharedTile<Element, kBr, kD> Q;
+            SharedTile<Element, kBr, kDv> dO;
+            SharedTile<Element, kBc, kD> K[kStages];
+            SharedTile<Element, kBc, kDv> V[kStages];
+        };
+        SharedTile<Element, kBr, kD> dQ;
+    };
+};
+
+/// S becomes P and dP becomes dS, in registers; pairs that do not see each other get 0.
+template <bool kFused>
+DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const float (&lse)[kM][2],
+                          const float (&delta)[kM][2]) {
+#pragma unroll
+    for (u32 m = 0; m < kM; ++m)
+#pragma unroll
+        for (u32 n = 0; n < kBc / 8; ++n)
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) {
+                const float s = score(S.x[m][n][e]);
+                const float p = probability<kFused>(s, score.unit(), lse[m][e / 2]);
+                dP.x[m][n][e] = p * (dP.x[m][n][e] - delta[m][e / 2]) * score.slope(s);
+            }
+}
+
+/// dQ of one block's rows. careful: hidden non-finite values of K are kept out. Returns whether dQ is finite.
+DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
+    SharedStorage& shared = shared_storage<SharedStorage>();
+    const i32 query_tiles = (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);
+    const i32 index = static_cast<i32>(block_index());
+    const i32 batch = index / query_tiles / params.num_heads, head = index / query_tiles % params.num_heads;
+    // With an upper bound late rows see most keys: they go first.
+    const i32 query_tile = kBandLast ? query_tiles - 1 - index % query_tiles : index % query_tiles;
+    const Range queries = {query_tile * static_cast<i32>(kBr),
+                           smaller((query_tile + 1) * static_cast<i32>(kBr), params.seqlen_q)};
+    const Band band = Band::of(params);
+    const Score score = Score::of(params);
+    const Range tiles = band.key_tiles(queries);
+
+    const i32 kv_head = head / params.group;
+    const Element* k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
+    const Element* v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
+    auto load_keys = [&](i32 j, u32 stage) {
+        load_tile<kHeadDim>(shared.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        copy_async_commit();
+    };
+    load_tile<kHeadDim>(shared.Q, params.q + batch * params.q_batch_stride + head * params.q_head_stride, params.q_row_stride,
+                        queries.first, params.seqlen_q);
+    load_tile<kHeadDimV>(shared.dO, params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride,
+                         params.dout_row_stride, queries.first, params.seqlen_q);
+    if (!tiles.empty())
+        load_keys(tiles.end - 1, 0);
+
+    const u32 warp_row = warp_index() * 16 * kM;
+    const i32 first_query = queries.first + static_cast<i32>(warp_row);
+    float lse[kM][2], delta[kM][2];
+    bool fused = true;
+#pragma unroll
+    for (u32 m = 0; m < kM; ++m)
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            const i32 query = first_query + static_cast<i32>(ScoreTile::row(m, 2 * half));
+            const bool exists = query < params.seqlen_q;
+            const i64 at = (static_cast<i64>(batch) * params.num_heads + head) * params.seqlen_q + query;
+            lse[m][half] = exists ? backward_lse(params.lse[at]) : infinity();
+            delta[m][half] = exists ? params.delta[at] : 0.0f;
+            fused &= fuses(lse[m][half]);
+        }
+    fused = !warp_any(!fused);
+
+    Accumulator<kM, kD / 8> dQ;
+    dQ.clear();
+    u32 stage = 0;
+#pragma unroll 1
+    for (i32 j = tiles.end - 1; j >= tiles.first; --j) {
+        const i32 first_key = j * static_cast<i32>(kBc);
+        copy_async_wait<0>();
+        block_sync();  // K_j and V_j have landed, and nobody reads those of the step before any more
+        if (kStages > 1 && j > tiles.first)
+            load_keys(j - 1, stage ^ 1);
+
+        ScoreTile S, dP;
+        S.clear();
+        dP.clear();
+        warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.Q, warp_row), ColumnMajorB(shared.K[stage], 0));
+        warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.dO, warp_row), ColumnMajorB(shared.V[stage], 0));
+        if (fused)
+            differentiate<true>(S, dP, score, lse, delta);
+        else
+            differentiate<false>(S, dP, score, lse, delta);
+
+        const bool masked = !band.all_visible(queries, first_key);
+        if (masked) {
+#pragma unroll
+            for (u32 m = 0; m < kM; ++m)
+#pragma unroll
+                for (u32 n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                    for (u32 e = 0; e < 4; ++e)
+                        if (!band.visible(first_query + static_cast<i32>(dP.row(m, e)), first_key + static_cast<i32>(dP.col(n, e))))
+                            dP.x[m][n][e] = 0.0f;
+        }
+        if (kBand && careful && masked)
+            clear_nonfinite(shared.K[stage]);
+
+        bool shrink = false;
+        if constexpr (kMayOverflow) {
+            dP.each([&](float& ds) { shrink |= overflows(ds); });
+            shrink = warp_any(shrink);
+            if (shrink) {
+                dP.multiply(kShrink);
+                dQ.multiply(kShrink);
+            }
+        }
+        warp_gemm<Element, kBc / kStepK<Element>>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
+                                                  RowMajorB<Element, true, kBc, kD>(shared.K[stage], 0));
+        if (shrink)
+            dQ.multiply(1.0f / kShrink);
+        if (kBand && careful && masked)
+            add_visible_nonfinite<kHeadDim, true>(dQ, k + first_key * params.k_row_stride, params.k_row_stride,
+                                                  smaller(static_cast<i32>(kBc), params.seqlen_k - first_key), [&](u32 row, i32 key) {
+                                                      return band.visible(first_query + static_cast<i32>(row), first_key + key);
+                                                  });
+        if (kStages == 1 && j > tiles.first) {
+            block_sync();
+            load_keys(j - 1, 0);
+        }
+        stage ^= kStages - 1;
+    }
+    copy_async_wait<0>();
+    block_sync();  // nobody reads the tiles any more: dQ leaves through their space
+    dQ.multiply(params.scale);
+    store_accumulator(shared.dQ, dQ, warp_row, 0);
+    block_sync();
+    store_tile<kHeadDim>(shared.dQ, params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride,
+                         params.dq_row_stride, queries.first, params.seqlen_q);
+    return dQ.all_finite();
+}
+
+KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_dq_mma(PARAMS(BackwardParams) params) {
+    // As in the forward: a result that is not finite may be the fault of hidden data, and is computed once more with care.
+    bool careful = false;
+#pragma unroll 1
+    while (block_any(!differentiate_rows(params, careful)) && kBand && !careful)
+        careful = true;
+}

@@ -1,0 +1,293 @@
+// FlashAttention-2 backward, Algorithm 2 of arXiv:2307.08691, on tensor cores by mma.sync (sm_75 and up).
+//
+// A block owns kBc keys of one key/value head and walks over the query tiles that see them, for every query head of the
+// group, so that dK and dV are summed over the group in registers. It works on the transposes: with the keys as rows,
+// P^T and dS^T come out of one product in the layout that the next product takes, and each warp owns whole keys.
+//   S^T = K Q^T,  P^T = exp(S^T - LSE),  dV += P^T dO,  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q,  dQ += dS K
+// Only dQ sums over keys of other blocks; it goes to a float32 buffer by reductions, in fragment order (see dq_sum.cuh).
+// Shared memory bandwidth binds, so the warps split each product where its operands are read least often (kWarps*).
+#include "params.cuh"
+#include "backward_rows.cuh"
+#include "band.cuh"
+#include "copy_tile.cuh"
+#include "dq_sum.cuh"
+#include "hidden.cuh"
+#include "probability.cuh"
+#include "score.cuh"
+#include "traits.cuh"
+#include "warp_gemm.cuh"
+
+// How the warps split the rows and columns of each product.
+constexpr u32 kWarpsScoreQ = CF_WARPS_SCORE_Q;           // S^T, dP^T: over queries ...
+constexpr u32 kWarpsScoreK = kWarps / kWarpsScoreQ;      // ... and keys
+constexpr u32 kWarpsGradD = CF_WARPS_GRAD_D;             // dK, dV: over head dims ...
+constexpr u32 kWarpsGradK = kWarps / kWarpsGradD;        // ... and keys
+
+// If a warp has the same keys, and all queries, in both, P^T and dS^T pass from one to the other in registers.
+constexpr bool kInRegisters = kWarpsScoreQ == 1 && kWarpsGradD == 1;
+constexpr bool kSumDq = CF_SUM_DQ;  // false: backward_dq_mma computes dQ, in a fixed order
+
+constexpr u32 kScoreM = kBc / (16 * kWarpsScoreK), kScoreN = kBr / (8 * kWarpsScoreQ);
+constexpr u32 kGradM = kBc / (16 * kWarpsGradK);
+constexpr u32 kGradN = kD / (8 * kWarpsGradD), kGradNV = kDv / (8 * kWarpsGradD);
+
+using ScoreTile = Accumulator<kScoreM, kScoreN>;
+using WeightTile = SharedTile<Element, kBc, kBr>;  // P^T or dS^T
+
+struct SharedStorage {
+    union {
+        struct {
+            SharedTile<Element, kBc, kD> K;
+            SharedTile<Element, kBc, kDv> V;
+            SharedTile<Element, kBr, kD> Q[kStages];
+            SharedTile<Element, kBr, kDv> dO[kStages];
+            WeightTile weights[kInRegisters ? 1 : 2];  // dS^T, and P^T if it is exchanged between warps
+            alignas(16) float lse[kStages][kBr];
+            float delta[kStages][kBr];
+        };
+        struct {
+            SharedTile<Element, kBc, kD> dK;
+            SharedTile<Element, kBc, kDv> dV;
+        };
+    };
+};
+
+/// The keys of one key/value head that a block works on.
+struct Work {
+    i32 batch, kv_head;
+    Range keys;
+
+    DEVICE explicit Work(const BackwardParams& params) {
+        // Early keys are seen by most queries under a causal mask: the natural order starts with the longest blocks.
+        const i32 tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
+        const i32 index = static_cast<i32>(block_index());
+        const i32 of_batch = index / tiles, tile = index % tiles;
+        batch = of_batch / params.num_kv_heads;
+        kv_head = of_batch % params.num_kv_heads;
+        keys = {tile * static_cast<i32>(kBc), smaller((tile + 1) * static_cast<i32>(kBc), params.seqlen_k)};
+    }
+};
+
+/// S^T becomes P^T and dP^T becomes dS^T, in registers.
+template <bool kFused>
+DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const float* lse, const float* delta) {
+#pragma unroll
+    for (u32 n = 0; n < kScoreN; ++n)
+#pragma unroll
+        for (u32 odd = 0; odd < 2; ++odd) {
+            const u32 query = S.col(n, odd);
+            const float row_lse = backward_lse(lse[query]), row_delta = delta[query];
+#pragma unroll
+            for (u32 m = 0; m < kScoreM; ++m)
+#pragma unroll
+                for (u32 e = odd; e < 4; e += 2) {
+                    const float s = score(S.x[m][n][e]);
+                    const float p = probability<kFused>(s, score.unit(), row_lse);
+                    S.x[m][n][e] = p;
+                    dP.x[m][n][e] = p * (dP.x[m][n][e] - row_delta) * score.slope(s);
+                }
+        }
+}
+
+/// Clears P and dS of pairs that do not see each other. Returns whether any of them was not finite before: its query or key
+/// then holds hidden data that must be kept out of the products.
+DEVICE bool hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query, i32 first_key) {
+    bool nonfinite = false;
+#pragma unroll
+    for (u32 m = 0; m < kScoreM; ++m)
+#pragma unroll
+        for (u32 n = 0; n < kScoreN; ++n)
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) {
+                const i32 query = first_query + static_cast<i32>(P.col(n, e)), key = first_key + static_cast<i32>(P.row(m, e));
+                if (query < band.seqlen_q && band.visible(query, key))
+                    continue;
+                nonfinite |= !is_finite(P.x[m][n][e]) || !is_finite(dS.x[m][n][e]);
+                P.x[m][n][e] = 0.0f;
+                dS.x[m][n][e] = 0.0f;
+            }
+    return nonfinite;
+}
+
+KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) { prepare_rows<kSumDq>(params); }
+
+KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) params) {
+    SharedStorage& shared = shared_storage<SharedStorage>();
+    WeightTile& shared_dS = shared.weights[0];
+    WeightTile& shared_P = shared.weights[kInRegisters ? 0 : 1];
+    const Work work(params);
+    const Band band = Band::of(params);
+    const Score score = Score::of(params);
+    const Range tiles = band.query_tiles(work.keys);
+
+    const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
+    const Element* v = params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride;
+    const Element* q = params.q + work.batch * params.q_batch_stride;
+    const Element* dout = params.dout + work.batch * params.dout_batch_stride;
+    auto load_queries = [&](i32 head, i32 tile, u32 stage) {
+        const i32 first = tile * static_cast<i32>(kBr);
+        load_tile<kHeadDim>(shared.Q[stage], q + head * params.q_head_stride, params.q_row_stride, first, params.seqlen_q);
+        load_tile<kHeadDimV>(shared.dO[stage], dout + head * params.dout_head_stride, params.dout_row_stride, first,
+                             params.seqlen_q);
+        const i64 row = (static_cast<i64>(work.batch) * params.num_heads + head) * params.seqlen_q + first;
+        for (u32 n = thread_index(); n < kBr; n += kThreads) {
+            const bool valid = first + static_cast<i32>(n) < params.seqlen_q;
+            copy_async<4>(&shared.lse[stage][n], params.lse + (valid ? row + n : 0), valid);
+            copy_async<4>(&shared.delta[stage][n], params.delta + (valid ? row + n : 0), valid);
+        }
+        copy_async_commit();
+    };
+
+    // This warp's part of each product.
+    const u32 warp = warp_index();
+    const u32 score_key = warp / kWarpsScoreQ * (16 * kScoreM), score_query = warp % kWarpsScoreQ * (8 * kScoreN);
+    const u32 grad_key = warp / kWarpsGradD * (16 * kGradM);
+    const u32 grad_col = warp % kWarpsGradD * (8 * kGradN), grad_col_v = warp % kWarpsGradD * (8 * kGradNV);
+
+    Accumulator<kGradM, kGradN> dK;
+    Accumulator<kGradM, kGradNV> dV;
+    dK.clear();
+    dV.clear();
+    load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+    load_tile<kHeadDimV>(shared.V, v, params.v_row_stride, work.keys.first, params.seqlen_k);
+    i32 head = work.kv_head * params.group, tile = tiles.first;
+    const i32 end_head = tiles.empty() ? head : head + params.group;
+    if (head < end_head)
+        load_queries(head, tile, 0);
+
+    u32 stage = 0;
+#pragma unroll 1
+    while (head < end_head) {
+        const i32 first_query = tile * static_cast<i32>(kBr);
+        const i32 next_tile = tile + 1 < tiles.end ? tile + 1 : tiles.first;
+        const i32 next_head = tile + 1 < tiles.end ? head : head + 1;
+        copy_async_wait<0>();
+        block_sync();  // this step's tiles have landed, and nobody reads those of the step before, dS or P any more
+        if (kStages > 1 && next_head < end_head)
+            load_queries(next_head, next_tile, stage ^ 1);
+
+        ScoreTile S, dP;
+        S.clear();
+        dP.clear();
+        warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.K, score_key), ColumnMajorB(shared.Q[stage], score_query));
+        warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.V, score_key), ColumnMajorB(shared.dO[stage], score_query));
+
+        const float* lse = shared.lse[stage] + score_query;
+        const float* delta = shared.delta[stage] + score_query;
+        bool fused = true;
+#pragma unroll
+        for (u32 n = 0; n < kScoreN; ++n)
+            fused &= fuses(lse[S.col(n, 0)]) && fuses(lse[S.col(n, 1)]);
+        if (warp_any(!fused))
+            differentiate<false>(S, dP, score, lse, delta);
+        else
+            differentiate<true>(S, dP, score, lse, delta);
+
+        bool hidden_nonfinite = false, too_large = false;
+        if (!band.all_visible({first_query, first_query + static_cast<i32>(kBr)}, work.keys.first) ||
+            first_query + static_cast<i32>(kBr) > params.seqlen_q)
+            hidden_nonfinite = hide(S, dP, band, first_query + static_cast<i32>(score_query),
+                                    work.keys.first + static_cast<i32>(score_key));
+        if constexpr (kMayOverflow)
+            dP.each([&](float& ds) { too_large |= overflows(ds); });
+
+        if constexpr (!kInRegisters)
+            store_accumulator(shared_P, S, score_key, score_query);
+        if constexpr (kSumDq || !kInRegisters)
+            store_accumulator(shared_dS, dP, score_key, score_query);
+        bool careful = false, shrink = false;
+        if constexpr (kBand || kMayOverflow) {
+            if (block_any(hidden_nonfinite || too_large)) {
+                careful = block_any(hidden_nonfinite);
+                shrink = block_any(too_large);
+                if (shrink) {
+                    dP.multiply(kShrink);
+                    dK.multiply(kShrink);
+                    if constexpr (kSumDq || !kInRegisters)
+                        store_accumulator(shared_dS, dP, score_key, score_query);
+                    block_sync();
+                }
+                if (careful) {
+                    clear_nonfinite(shared.dO[stage]);
+                    clear_nonfinite(shared.Q[stage]);
+                    clear_nonfinite(shared.K);
+                }
+            }
+        } else if constexpr (kSumDq || !kInRegisters) {
+            block_sync();  // P and dS are complete
+        }
+
+        const RowMajorB<Element, kInRegisters, kBr, kDv> dO_rows(shared.dO[stage], grad_col_v);
+        const RowMajorB<Element, kInRegisters, kBr, kD> Q_rows(shared.Q[stage], grad_col);
+        if constexpr (kInRegisters) {
+            warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
+            warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
+        } else {
+            warp_gemm<Element, kBr / kStepK<Element>>(dV, RowMajorA(shared_P, grad_key), dO_rows);
+            warp_gemm<Element, kBr / kStepK<Element>>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
+        }
+        if (shrink)
+            dK.multiply(1.0f / kShrink);
+        if constexpr (kSumDq) {
+            DqTile dQ;
+            dQ.clear();
+            warp_gemm<Element, kBc / kStepK<Element>>(dQ, TransposedA(shared_dS, dq_first_row()),
+                                                      RowMajorB<Element, false, kBc, kD>(shared.K, dq_first_col()));
+            if (shrink)
+                dQ.multiply(1.0f / kShrink);
+            if (kBand && careful)
+                add_visible_nonfinite<kHeadDim, true>(
+                    dQ, k + work.keys.first * params.k_row_stride, params.k_row_stride, work.keys.end - work.keys.first,
+                    [&](u32 row, i32 key) {
+                        const i32 query = first_query + static_cast<i32>(dq_first_row() + row);
+                        return query < params.seqlen_q && band.visible(query, work.keys.first + key);
+                    },
+                    dq_first_col());
+            add_to_dq_sum(dq_sum_tile(params, work.batch, head, tile), dQ);
+        }
+        if (kBand && careful) {
+            auto visible = [&](u32 row, i32 query) {
+                return band.visible(first_query + query, work.keys.first + static_cast<i32>(grad_key + row));
+            };
+            const i32 rows = smaller(static_cast<i32>(kBr), params.seqlen_q - first_query);
+            add_visible_nonfinite<kHeadDimV>(dV, dout + head * params.dout_head_stride + first_query * params.dout_row_stride,
+                                             params.dout_row_stride, rows, visible, grad_col_v);
+            add_visible_nonfinite<kHeadDim, true>(dK, q + head * params.q_head_stride + first_query * params.q_row_stride,
+                                                  params.q_row_stride, rows, visible, grad_col);
+            block_sync();  // K, cleaned above, is read no more: fetch it as it was
+            load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+        }
+        if (kStages == 1 && next_head < end_head) {
+            block_sync();
+            load_queries(next_head, next_tile, 0);
+        }
+        head = next_head;
+        tile = next_tile;
+        stage ^= kStages - 1;
+    }
+    copy_async_wait<0>();
+    block_sync();  // nobody reads the tiles any more: dK and dV leave through their space
+    dK.multiply(params.scale);
+    store_accumulator(shared.dK, dK, grad_key, grad_col);
+    store_accumulator(shared.dV, dV, grad_key, grad_col_v);
+    block_sync();
+    store_tile<kHeadDim>(shared.dK, params.dk + work.batch * params.dk_batch_stride + work.kv_head * params.dk_head_stride,
+                         params.dk_row_stride, work.keys.first, params.seqlen_k);
+    store_tile<kHeadDimV>(shared.dV, params.dv + work.batch * params.dv_batch_stride + work.kv_head * params.dv_head_stride,
+                          params.dv_row_stride, work.keys.first, params.seqlen_k);
+}
+
+/// dQ = scale * its float32 sum, one query tile of one head per block.
+KERNEL(kThreads, 1) void backward_dq_store(PARAMS(BackwardParams) params) {
+    auto& tile_dq = *reinterpret_cast<SharedTile<Element, kBr, kD>*>(dynamic_shared_memory);
+    const i32 tiles = query_tile_count(params);
+    const i32 index = static_cast<i32>(block_index());
+    const i32 tile = index % tiles, head = index / tiles % params.num_heads, batch = index / tiles / params.num_heads;
+    DqTile dQ;
+    load_dq_sum(dq_sum_tile(params, batch, head, tile), dQ);
+    dQ.multiply(params.scale);
+    store_accumulator(tile_dq, dQ, dq_first_row(), dq_first_col());
+    block_sync();
+    store_tile<kHeadDim>(tile_dq, params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride,
+                         params.dq_row_stride, tile * static_cast<i32>(kBr), params.seqlen_q);
+}

@@ -1,0 +1,56 @@
+// Which keys a query may see. Causal masks (either alignment) and windows are all bands: first <= key - query <= last.
+// A further kind of mask is one more struct with these functions.
+#pragma once
+#include "platform/math.cuh"
+#include "traits.cuh"
+
+constexpr bool kBandFirst = CF_BAND_FIRST;  // the band has a lower bound
+constexpr bool kBandLast = CF_BAND_LAST;    // the band has an upper bound
+constexpr bool kBand = kBandFirst || kBandLast;
+
+/// A range [first, end) of rows, keys or tiles.
+struct Range {
+    i32 first, end;
+    DEVICE bool empty() const { return first >= end; }
+};
+
+struct Band {
+    i32 first, last;  // bounds of key - query; a side without bound is not looked at
+    i32 seqlen_q, seqlen_k;
+
+    template <typename Params>
+    DEVICE static Band of(const Params& params) {
+        return {params.band_first, params.band_last, params.seqlen_q, params.seqlen_k};
+    }
+
+    /// May the query, which exists, see the key, which may lie beyond the last?
+    DEVICE bool visible(i32 query, i32 key) const {
+        return (!kBandFirst || key - query >= first) && (!kBandLast || key - query <= last) && key < seqlen_k;
+    }
+
+    /// Key tiles that some query of [queries.first, queries.end) sees.
+    DEVICE Range key_tiles(Range queries) const {
+        const i32 first_key = kBandFirst ? larger(0, queries.first + first) : 0;
+        const i32 end_key = kBandLast ? smaller(seqlen_k, queries.end + last) : seqlen_k;
+        return tiles(first_key, end_key, static_cast<i32>(kBc));
+    }
+
+    /// Query tiles that see some key of [keys.first, keys.end).
+    DEVICE Range query_tiles(Range keys) const {
+        const i32 first_query = kBandLast ? larger(0, keys.first - last) : 0;
+        const i32 end_query = kBandFirst ? smaller(seqlen_q, keys.end - first) : seqlen_q;
+        return tiles(first_query, end_query, static_cast<i32>(kBr));
+    }
+
+    /// Does every existing query of the tile see each of its kBc keys?
+    DEVICE bool all_visible(Range queries, i32 first_key) const {
+        const i32 last_key = first_key + static_cast<i32>(kBc) - 1;
+        return (!kBandFirst || first_key - (queries.end - 1) >= first) && (!kBandLast || last_key - queries.first <= last) &&
+               last_key < seqlen_k;
+    }
+
+  private:
+    DEVICE static Range tiles(i32 first_index, i32 end_index, i32 size) {
+        return first_index < end_index ? Range{first_index / size, (end_index + size - 1) / size} : Range{0, 0};
+    }
+};

@@ -1,0 +1,50 @@
+// The float32 sum of dQ over key blocks. Its layout is private to the backward kernels: for each query tile the
+// accumulator fragments of the block's warps one after the other, so that a warp's reduction is 512 contiguous bytes.
+#pragma once
+#include "band.cuh"
+#include "params.cuh"
+#include "platform/reduce.cuh"
+#include "platform/thread.cuh"
+#include "traits.cuh"
+#include "warp_gemm.cuh"
+
+constexpr u32 kWarpsDqD = CF_WARPS_DQ_D;          // dQ: warps over head dims ...
+constexpr u32 kWarpsDqQ = kWarps / kWarpsDqD;     // ... and queries
+constexpr u32 kDqM = kBr / (16 * kWarpsDqQ), kDqN = kD / (8 * kWarpsDqD);
+static_assert(kDqM * 16 * kWarpsDqQ == kBr && kDqN * 8 * kWarpsDqD == kD, "warps share dQ evenly");
+
+using DqTile = Accumulator<kDqM, kDqN>;
+
+DEVICE u32 dq_first_row() { return warp_index() / kWarpsDqD * (16 * kDqM); }
+DEVICE u32 dq_first_col() { return warp_index() % kWarpsDqD * (8 * kDqN); }
+
+DEVICE i32 query_tile_count(const BackwardParams& params) {
+    return (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);
+}
+
+/// The sum of one query tile: kBr * kD floats.
+DEVICE float* dq_sum_tile(const BackwardParams& params, i32 batch, i32 head, i32 tile) {
+    return params.dq_sum + ((static_cast<i64>(batch) * params.num_heads + head) * query_tile_count(params) + tile) * (kBr * kD);
+}
+
+/// Where this lane's fragment (m, n) lies in the tile's sum.
+DEVICE u32 dq_fragment(u32 m, u32 n) { return ((warp_index() * kDqM + m) * kDqN + n) * 128 + lane_index() * 4; }
+
+DEVICE void add_to_dq_sum(float* sum, const DqTile& dQ) {
+#pragma unroll
+    for (u32 m = 0; m < kDqM; ++m)
+#pragma unroll
+        for (u32 n = 0; n < kDqN; ++n) {
+            const float(&x)[4] = dQ.x[m][n];
+            reduce_add4(sum + dq_fragment(m, n), x[0], x[1], x[2], x[3]);
+        }
+}
+
+DEVICE void load_dq_sum(const float* sum, DqTile& dQ) {
+#pragma unroll
+    for (u32 m = 0; m < kDqM; ++m)
+#pragma unroll
+        for (u32 n = 0; n < kDqN; ++n)
+            for (u32 e = 0; e < 4; ++e)
+                dQ.x[m][n][e] = sum[dq_fragment(m, n) + e];
+}

@@ -1,0 +1,51 @@
+// Element types, address types and the words that every kernel is written with. CUDA side.
+// NVRTC is given no headers at all, so that compiling needs no toolkit: the few types needed are named here.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads, blocks_per_sm) extern "C" __global__ __launch_bounds__(threads, blocks_per_sm)
+#define PARAMS(Type) const __grid_constant__ Type
+
+/// IEEE binary16 and bfloat16 as bits; arithmetic is done in float32 only.
+struct Float16 {
+    u16 bits;
+};
+struct BFloat16 {
+    u16 bits;
+};
+
+/// Address in the shared window, as ldmatrix and cp.async take it.
+using SharedAddress = u32;
+
+DEVICE SharedAddress shared_address(const void* pointer) {
+    return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
+}
+
+extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
+
+/// The kernel's whole shared memory, seen as one struct. Its size is checked against the host's formula at compile time.
+template <typename Storage>
+DEVICE Storage& shared_storage() {
+    static_assert(sizeof(Storage) == CF_SHARED_BYTES, "resources.py and SharedStorage disagree");
+    return *reinterpret_cast<Storage*>(dynamic_shared_memory);
+}
+
+DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 float_to_bits(float x) { return __float_as_uint(x); }
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
+DEVICE bool is_finite(float x) { return (__float_as_int(x) & 0x7f800000) != 0x7f800000; }
+
+/// x, of which the compiler no longer knows where it comes from. What a loop derives from it is computed in the loop and not
+/// kept in registers across it; worth it where registers bind and the derivation is an instruction or two.
+DEVICE u32 opaque(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}

@@ -1,0 +1,123 @@
+// Online softmax (FlashAttention-2, Algorithm 1) over the rows of one warp's score tile.
+#pragma once
+#include "platform/math.cuh"
+#include "platform/thread.cuh"
+#include "warp_gemm.cuh"
+
+// Up to this exponent, in powers of two, s c - m c may be one fused multiply-add with a rounded m c: the rounding moves all
+// weights of a row alike and by less than 2^-12. Beyond it the difference s - m is taken first, or the rounding alone
+// could overflow.
+constexpr float kFusedExponentLimit = 4096.0f;
+
+/// Maximum and sum over the four lanes that share a row.
+DEVICE float quad_maximum(float x) {
+    x = maximum(x, shuffle_xor(x, 1));
+    return maximum(x, shuffle_xor(x, 2));
+}
+DEVICE float quad_sum(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+}
+
+/// m and l of the rows this lane holds: [m-tile][upper or lower half]. m is in units of the scores, l is this lane's part.
+template <u32 kM>
+struct SoftmaxState {
+    float m[kM][2];
+    float l[kM][2];
+    float unit;  // natural logarithms per score
+
+    DEVICE explicit SoftmaxState(float unit_) : unit(unit_) {
+#pragma unroll
+        for (u32 i = 0; i < kM; ++i)
+            for (u32 half = 0; half < 2; ++half) {
+                m[i][half] = -infinity();
+                l[i][half] = 0.0f;
+            }
+    }
+
+    /// S becomes P = exp(S - m); O and l are rescaled to the new m.
+    template <u32 kN, u32 kNO>
+    DEVICE void update(Accumulator<kM, kN>& S, Accumulator<kM, kNO>& O) {
+        const float to_log2 = unit * kLog2e;
+        float reference[kM][2];
+        bool moved = false, large = false;
+#pragma unroll
+        for (u32 i = 0; i < kM; ++i)
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                float row_maximum = m[i][half];
+#pragma unroll
+                for (u32 n = 0; n < kN; ++n)
+                    row_maximum = maximum(row_maximum, maximum(S.x[i][n][2 * half], S.x[i][n][2 * half + 1]));
+                row_maximum = quad_maximum(row_maximum);
+                moved |= row_maximum != m[i][half];
+                // A row that has seen nothing but -inf keeps m = -inf; any finite reference then gives P = 0.
+                reference[i][half] = row_maximum == -infinity() ? 0.0f : row_maximum;
+                large |= absolute(reference[i][half] * to_log2) > kFusedExponentLimit;
+                const float rescale = exp2_approx((m[i][half] - reference[i][half]) * to_log2);
+                m[i][half] = row_maximum;
+                l[i][half] *= rescale;
+                scale_of_O[i][half] = rescale;
+            }
+        if (warp_any(moved))
+            rescale(O);
+        if (warp_any(large))
+            exponentiate<false>(S, reference, to_log2);
+        else
+            exponentiate<true>(S, reference, to_log2);
+    }
+
+    /// Row sums over all lanes, and O divided by them. A row without any weight becomes 0; NaN stays.
+    template <u32 kNO>
+    DEVICE void finish(Accumulator<kM, kNO>& O) {
+#pragma unroll
+        for (u32 i = 0; i < kM; ++i)
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                l[i][half] = quad_sum(l[i][half]);
+                scale_of_O[i][half] = l[i][half] == 0.0f ? 0.0f : 1.0f / l[i][half];
+            }
+        rescale(O);
+    }
+
+    /// log sum exp of a row, natural logarithm, after finish. Empty: -inf.
+    DEVICE float log_sum_exp(u32 i, u32 half) const {
+        return l[i][half] == 0.0f ? -infinity() : multiply_rounded(m[i][half], unit) + log2_approx(l[i][half]) * kLn2;
+    }
+
+  private:
+    float scale_of_O[kM][2];
+
+    template <u32 kNO>
+    DEVICE void rescale(Accumulator<kM, kNO>& O) {
+#pragma unroll
+        for (u32 i = 0; i < kM; ++i)
+#pragma unroll
+            for (u32 n = 0; n < kNO; ++n)
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e)
+                    O.x[i][n][e] *= scale_of_O[i][e / 2];
+    }
+
+    template <bool kFused, u32 kN>
+    DEVICE void exponentiate(Accumulator<kM, kN>& S, const float (&reference)[kM][2], float to_log2) {
+#pragma unroll
+        for (u32 i = 0; i < kM; ++i)
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                const float shift = -reference[i][half] * to_log2;
+                float sum = 0.0f;
+#pragma unroll
+                for (u32 n = 0; n < kN; ++n)
+#pragma unroll
+                    for (u32 e = 2 * half; e < 2 * half + 2; ++e) {
+                        const float s = S.x[i][n][e];
+                        const float p = exp2_approx(kFused ? multiply_add(s, to_log2, shift)
+                                                           : (s - reference[i][half]) * to_log2);
+                        S.x[i][n][e] = p;
+                        sum += p;
+                    }
+                l[i][half] += sum;
+            }
+    }
+};

@@ -1,0 +1,242 @@
+// Matrix products of one warp: accumulators in registers, operands from shared tiles or from another product's result.
+// A step along the summed index k is two 16-byte chunks: 16 elements of 16 bits, or 8 of 32 (TF32, rounded on the way in).
+#pragma once
+#include "platform/convert.cuh"
+#include "platform/ldmatrix.cuh"
+#include "platform/mma.cuh"
+#include "platform/thread.cuh"
+#include "shared_tile.cuh"
+
+template <typename T>
+constexpr u32 kStepK = 32 / sizeof(T);
+
+/// What the tensor core takes in place of elements fresh from memory: 16-bit pairs as they are, float32 rounded to TF32.
+template <typename T>
+DEVICE void round_operand(u32 (&r)[4]) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (u32 n = 0; n < 4; ++n)
+            r[n] = to_tf32(bits_to_float(r[n]));
+    }
+}
+
+/// True where a warp's share of `chunks` 16-byte chunks can start at any multiple of itself: only then does stepping inside
+/// it never carry into the swizzled bits.
+template <typename Tile>
+DEVICE constexpr bool splits_cleanly(u32 chunks) {
+    return (chunks & (chunks - 1)) == 0 || chunks % (Tile::kSwizzleMask + 1) == 0;
+}
+
+/// (16 kM) x (8 kN) float32 results of one warp, in mma's D layout.
+template <u32 kM_, u32 kN_>
+struct Accumulator {
+    static constexpr u32 kM = kM_;
+    static constexpr u32 kN = kN_;
+    float x[kM][kN][4];
+
+    /// body(element) for all elements of this lane.
+    template <typename Body>
+    DEVICE void each(Body body) {
+#pragma unroll
+        for (u32 m = 0; m < kM; ++m)
+#pragma unroll
+            for (u32 n = 0; n < kN; ++n)
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e)
+                    body(x[m][n][e]);
+    }
+
+    DEVICE void clear() {
+        each([](float& value) { value = 0.0f; });
+    }
+
+    DEVICE void multiply(float factor) {
+        each([&](float& value) { value *= factor; });
+    }
+
+    DEVICE bool all_finite() {
+        bool finite = true;
+        each([&](float& value) { finite &= is_finite(value); });
+        return finite;
+    }
+
+    /// Row and column of x[m][n][e] in this lane.
+    DEVICE static u32 row(u32 m, u32 e) { return 16 * m + lane_index() / 4 + 8 * (e / 2); }
+    DEVICE static u32 col(u32 n, u32 e) { return 8 * n + 2 * (lane_index() % 4) + e % 2; }
+
+};
+
+/// How the four 8 x 16-byte matrices of one ldmatrix.x4 are laid over a 16-row, two-chunk block.
+enum class MatrixOrder {
+    kRowsFirst,   // (rows 0-7, chunk 0), (rows 8-15, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk 1)
+    kChunksFirst  // (rows 0-7, chunk 0), (rows 0-7, chunk 1), (rows 8-15, chunk 0), (rows 8-15, chunk 1)
+};
+
+/// This lane's place in a tile, from which any 16-row, two-chunk block is one xor and one constant away: the swizzle
+/// depends on the row's low bits only, which a step of 16 rows leaves alone.
+template <typename Tile>
+struct MatrixReader {
+    SharedAddress lane;
+
+    DEVICE MatrixReader(const Tile& tile, u32 first_row, MatrixOrder order) {
+        const u32 l = lane_index();
+        const u32 row = order == MatrixOrder::kRowsFirst ? l % 16 : l / 16 * 8 + l % 8;
+        const u32 chunk = order == MatrixOrder::kRowsFirst ? l / 16 : l / 8 % 2;
+        lane = opaque(shared_address(tile.data) + Tile::byte_offset(first_row + row, chunk));
+    }
+
+    DEVICE SharedAddress address(u32 row, u32 chunk) const {
+        return (lane ^ (chunk & Tile::kSwizzleMask) * 16) + (chunk & ~Tile::kSwizzleMask) * 16 + row * Tile::kRowBytes;
+    }
+    DEVICE void load(u32 (&r)[4], u32 row, u32 chunk) const { ldmatrix_x4(r, address(row, chunk)); }
+    DEVICE void load_transposed(u32 (&r)[4], u32 row, u32 chunk) const { ldmatrix_x4_transposed(r, address(row, chunk)); }
+};
+
+/// Left operand A (rows x k) stored as [row][k].
+template <typename T, u32 kRows, u32 kCols>
+struct RowMajorA {
+    MatrixReader<SharedTile<T, kRows, kCols>> reader;
+    DEVICE RowMajorA(const SharedTile<T, kRows, kCols>& tile, u32 first_row)
+        : reader(tile, first_row, MatrixOrder::kRowsFirst) {}
+    DEVICE void load(u32 (&a)[4], u32 m, u32 step) const {
+        reader.load(a, 16 * m, 2 * step);
+        round_operand<T>(a);
+    }
+};
+
+/// Left operand A (rows x k) stored transposed, as [k][row]; rows start at first_row (a multiple of 16).
+template <typename T, u32 kRows, u32 kCols>
+struct TransposedA {
+    MatrixReader<SharedTile<T, kRows, kCols>> reader;
+    DEVICE TransposedA(const SharedTile<T, kRows, kCols>& tile, u32 first_row)
+        : reader(tile, 0, MatrixOrder::kChunksFirst) {
+        reader.lane = reader.address(0, first_row / 8);
+    }
+    DEVICE void load(u32 (&a)[4], u32 m, u32 step) const { reader.load_transposed(a, 16 * step, 2 * m); }
+};
+
+template <u32 kRows, u32 kCols>
+struct TransposedA<float, kRows, kCols> {
+    const SharedTile<float, kRows, kCols>& tile;
+    u32 first_row;
+    DEVICE TransposedA(const SharedTile<float, kRows, kCols>& tile_, u32 first_row_) : tile(tile_), first_row(first_row_) {}
+    DEVICE void load(u32 (&a)[4], u32 m, u32 step) const {
+        const u32 g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+        for (u32 r = 0; r < 4; ++r)
+            a[r] = to_tf32(tile.at(8 * step + t + 4 * (r / 2), first_row + 16 * m + g + 8 * (r % 2)));
+    }
+};
+
+/// Left operand A that is the result of an earlier product, rounded to T: D's columns become k. For TF32 the columns
+/// 2t and 2t + 1 that a lane holds stand in for t and t + 4, so B's rows have to be read in the same order.
+template <typename T, u32 kM, u32 kN>
+struct RegisterA {
+    const Accumulator<kM, kN>& source;
+    DEVICE explicit RegisterA(const Accumulator<kM, kN>& source_) : source(source_) {}
+    DEVICE void load(u32 (&a)[4], u32 m, u32 step) const {
+        if constexpr (sizeof(T) == 2) {
+            const float(&low)[4] = source.x[m][2 * step];
+            const float(&high)[4] = source.x[m][2 * step + 1];
+            a[0] = pack<T>(low[0], low[1]);
+            a[1] = pack<T>(low[2], low[3]);
+            a[2] = pack<T>(high[0], high[1]);
+            a[3] = pack<T>(high[2], high[3]);
+        } else {
+            const float(&d)[4] = source.x[m][step];
+            a[0] = to_tf32(d[0]);
+            a[1] = to_tf32(d[2]);
+            a[2] = to_tf32(d[1]);
+            a[3] = to_tf32(d[3]);
+        }
+    }
+};
+
+/// Right operand B (k x cols) stored as [col][k]: what A B^T needs. load gives columns 16 n .. 16 n + 15.
+template <typename T, u32 kRows, u32 kCols>
+struct ColumnMajorB {
+    MatrixReader<SharedTile<T, kRows, kCols>> reader;
+    DEVICE ColumnMajorB(const SharedTile<T, kRows, kCols>& tile, u32 first_col)
+        : reader(tile, first_col, MatrixOrder::kChunksFirst) {}
+    DEVICE void load(u32 (&b)[4], u32 n, u32 step) const {
+        reader.load(b, 16 * n, 2 * step);
+        round_operand<T>(b);
+    }
+};
+
+/// Right operand B (k x cols) stored as [k][col]; columns start at first_col (a multiple of 16). kPairedK: k in the order
+/// of RegisterA.
+template <typename T, bool kPairedK, u32 kRows, u32 kCols>
+struct RowMajorB {
+    MatrixReader<SharedTile<T, kRows, kCols>> reader;
+    DEVICE RowMajorB(const SharedTile<T, kRows, kCols>& tile, u32 first_col)
+        : reader(tile, 0, MatrixOrder::kRowsFirst) {
+        reader.lane = reader.address(0, first_col / 8);
+    }
+    DEVICE void load(u32 (&b)[4], u32 n, u32 step) const { reader.load_transposed(b, 16 * step, 2 * n); }
+};
+
+template <bool kPairedK, u32 kRows, u32 kCols>
+struct RowMajorB<float, kPairedK, kRows, kCols> {
+    const SharedTile<float, kRows, kCols>& tile;
+    u32 first_col;
+    DEVICE RowMajorB(const SharedTile<float, kRows, kCols>& tile_, u32 first_col_) : tile(tile_), first_col(first_col_) {}
+    DEVICE void load(u32 (&b)[4], u32 n, u32 step) const {
+        const u32 g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+        for (u32 r = 0; r < 4; ++r) {
+            const u32 k = 8 * step + (kPairedK ? 2 * t + r % 2 : t + 4 * (r % 2));
+            b[r] = to_tf32(tile.at(k, first_col + 16 * n + 8 * (r / 2) + g));
+        }
+    }
+};
+
+/// D += A B over kSteps steps of k. Operands of the next step are fetched while the current one is multiplied.
+template <typename T, u32 kSteps, typename A, typename B, u32 kM, u32 kN>
+DEVICE void warp_gemm(Accumulator<kM, kN>& D, const A& A_operand, const B& B_operand) {
+    static_assert(kN % 2 == 0, "B comes in pairs of eight columns");
+    u32 a[2][kM][4];
+    u32 b[2][kN / 2][4];
+    auto fetch = [&](u32 step) {
+#pragma unroll
+        for (u32 m = 0; m < kM; ++m)
+            A_operand.load(a[step % 2][m], m, step);
+#pragma unroll
+        for (u32 n = 0; n < kN / 2; ++n)
+            B_operand.load(b[step % 2][n], n, step);
+    };
+    fetch(0);
+#pragma unroll
+    for (u32 step = 0; step < kSteps; ++step) {
+        if (step + 1 < kSteps)
+            fetch(step + 1);
+#pragma unroll
+        for (u32 n = 0; n < kN / 2; ++n) {
+            const u32(&bn)[4] = b[step % 2][n];
+#pragma unroll
+            for (u32 m = 0; m < kM; ++m) {
+                mma<T>(D.x[m][2 * n], a[step % 2][m], bn[0], bn[1]);
+                mma<T>(D.x[m][2 * n + 1], a[step % 2][m], bn[2], bn[3]);
+            }
+        }
+    }
+}
+
+/// Rounds an accumulator to T and writes it into a tile whose rows and columns are the accumulator's, shifted.
+template <typename T, u32 kRows, u32 kCols, u32 kM, u32 kN>
+DEVICE void store_accumulator(SharedTile<T, kRows, kCols>& tile, const Accumulator<kM, kN>& D, u32 first_row, u32 first_col) {
+#pragma unroll
+    for (u32 m = 0; m < kM; ++m)
+#pragma unroll
+        for (u32 n = 0; n < kN; ++n)
+#pragma unroll
+            for (u32 e = 0; e < 4; e += 2) {
+                T* target = tile.pointer(first_row + D.row(m, e), first_col + D.col(n, e));
+                if constexpr (sizeof(T) == 2) {
+                    *reinterpret_cast<u32*>(target) = pack<T>(D.x[m][n][e], D.x[m][n][e + 1]);
+                } else {
+                    target[0] = D.x[m][n][e];
+                    target[1] = D.x[m][n][e + 1];
+                }
+            }
+}
