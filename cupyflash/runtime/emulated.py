@@ -1,8 +1,9 @@
 """The emulated device: the CUDA kernels built by g++ and run on the CPU, one fiber per CUDA thread.
 
-A test instrument. Without a GPU it finds what a wrong kernel does: a missing barrier or wait (the order of the threads and
-the moment at which asynchronous copies land are seeded), a read of shared memory that nobody wrote (it starts as NaN), a
-deadlock, an access out of bounds (``sanitize=True``). It models results, not timing; see ``kernels_cu/include/emulated``.
+A test instrument. Without a GPU it finds what a wrong kernel does: a missing barrier or wait (the order of the threads
+and the moment at which asynchronous copies land are seeded), a read of shared memory that nobody wrote (it starts as
+NaN), a deadlock, an access out of bounds (``sanitize=True``). It models results, not timing; see
+``kernels_cu/include/emulated``.
 
 Example:
     >>> library = build(flatten("forward_mma.cu", "emulated"), defines)
@@ -35,8 +36,16 @@ _MESSAGE_BYTES = 65536
 _LAUNCHER = files("cupyflash.kernels_cu") / "include" / "emulated" / "launch.cuh"
 
 # No contraction: multiply_rounded must round. No strict aliasing: kernels reinterpret storage, which nvcc allows.
-_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread")
-_OPTIMIZED = ("-O2",)
+_FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-pthread",
+)
+_OPTIMIZED = ("-O2", "-g1")
 _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
@@ -66,6 +75,7 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
         defines: values of the macros that the source leaves open.
         sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, which end the process at the first error. The
             process must have been started with `sanitizer_environment`.
+
     Raises:
         RuntimeError: there is no g++, or it does not accept the source (with its messages).
     """
@@ -105,9 +115,12 @@ def launch(
     copy_mode: CopyMode = "random",
     workers: int = 1,
 ) -> None:
-    """Runs a kernel over `grid` blocks and returns when all have ended.
+    """Runs a kernel and returns when all its blocks have ended.
 
     Args:
+        library: what `build` returned.
+        kernel_name: of a kernel in it.
+        grid: number of blocks.
         params: the kernel's parameter struct, byte for byte; addresses in it are host addresses.
         threads: per block; a multiple of 32, at most 1024.
         shared_bytes: the block's shared memory, as the kernel was compiled for (CF_SHARED_BYTES).
@@ -115,12 +128,17 @@ def launch(
         order: which thread that can run, runs: the first, the last, or a random one. Blocks start in the same order.
         copy_mode: whether a copy_async lands when it is issued, when it is waited for, or at random in between.
         workers: host threads over which the blocks are spread. Above 1 the order of atomic additions varies.
+
     Raises:
+        ValueError: an option that no kernel can be launched with.
         RuntimeError: the kernel failed: a deadlock, diverging collectives, a shared address out of bounds, copies that
             nobody waited for. The message names the block and the threads.
     """
     if threads <= 0 or threads % 32 or threads > _MAX_THREADS:
         raise ValueError(f"threads is {threads}; it must be a multiple of 32, at most {_MAX_THREADS}")
+    for name, value in (("grid", grid), ("workers", workers)):
+        if value <= 0:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
     if order not in _ORDERS:
         raise ValueError(f"order is {order!r}; it must be one of {_ORDERS}")
     if copy_mode not in _COPY_MODES:

@@ -32,7 +32,8 @@ DEVICE Float16 from_float<Float16>(float x) {
     u32 bits;
     if (magnitude >= 0x477ff000u) {  // 65520, halfway from the largest number to 2^16, and above
         bits = 0x7c00u;
-    } else if (magnitude < 0x38800000u) {  // below 2^-14 the spacing is 2^-24; at 0.5 float32 spaces so, and rounds for us
+    } else if (magnitude <
+               0x38800000u) {  // below 2^-14 the spacing is 2^-24; at 0.5 float32 spaces so, and rounds for us
         bits = float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u;
     } else {
         // Half an ulp less one, plus the last kept bit: ties go to even. A carry moves the exponent, as it should.

@@ -79,7 +79,7 @@ struct Context {
 // Saves the registers a callee must preserve on the old stack and takes the new stack's; the rest is the compiler's.
 extern "C" __attribute__((visibility("hidden"))) void emulated_switch(void** save_stack_pointer, void* stack_pointer);
 asm(R"(
-    .text
+    .pushsection .text
     .p2align 4
     .hidden emulated_switch
     .type emulated_switch, @function
@@ -100,6 +100,7 @@ emulated_switch:
     popq %rbp
     ret
     .size emulated_switch, . - emulated_switch
+    .popsection
 )");
 #endif
 
@@ -145,7 +146,7 @@ void switch_context(Context& from, Context& to, [[maybe_unused]] bool leaving) {
 
 /// The stacks of one block's fibers, reused from block to block. A page below each one is out of bounds.
 class Stacks {
-public:
+  public:
     explicit Stacks(u32 count) : page_(static_cast<u64>(sysconf(_SC_PAGESIZE))), bytes_(count * stride()) {
         memory_ = static_cast<u8*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
         if (memory_ == MAP_FAILED) {
@@ -166,7 +167,7 @@ public:
         context.stack_bytes = kStackBytes;
     }
 
-private:
+  private:
 #if defined(__SANITIZE_ADDRESS__)
     static constexpr u64 kStackBytes = 256 * 1024;
 #else
@@ -211,12 +212,13 @@ struct Warp {
 };
 
 class Block {
-public:
+  public:
     Block(const Launch& launch_, Stacks& stacks)
         : launch(launch_), warps_used_(launch_.threads / kLanes), fibers_(launch_.threads) {
         // Exactly as large as asked for, so that AddressSanitizer sees the end.
         void* memory = nullptr;
-        if (launch.shared_bytes != 0 && posix_memalign(&memory, kSharedAlignment, launch.shared_bytes) != 0) std::abort();
+        if (launch.shared_bytes != 0 && posix_memalign(&memory, kSharedAlignment, launch.shared_bytes) != 0)
+            std::abort();
         shared_.reset(static_cast<u8*>(memory));
         for (u32 n = 0; n < launch.threads; ++n) stacks.assign(fibers_[n].context, n);
     }
@@ -237,7 +239,7 @@ public:
     u32 current = 0;  // the running thread
     std::string error;
 
-private:
+  private:
     static void start_fiber();
     [[noreturn]] void run_fiber();
 
@@ -283,9 +285,12 @@ u32 Block::random(u32 bound) {
 /// One of the bits set in `mask`, by the launch's order.
 u32 Block::pick(u32 mask) {
     switch (launch.order) {
-        case Order::kForward: return static_cast<u32>(__builtin_ctz(mask));
-        case Order::kReverse: return 31 - static_cast<u32>(__builtin_clz(mask));
-        case Order::kRandom: break;
+        case Order::kForward:
+            return static_cast<u32>(__builtin_ctz(mask));
+        case Order::kReverse:
+            return 31 - static_cast<u32>(__builtin_clz(mask));
+        case Order::kRandom:
+            break;
     }
     const u32 turn = random(32);
     const u32 turned = mask >> turn | mask << (31 - turn) << 1;
@@ -396,7 +401,8 @@ void Block::start_copy(void* target, const void* data, u32 bytes) {
     copy.landed = false;
     copy.group = fibers_[current].groups_committed;
     std::memcpy(copy.data, data, bytes);
-    if (launch.copy_mode == CopyMode::kAtIssue || (launch.copy_mode == CopyMode::kRandom && random(2) == 0)) copy.land();
+    if (launch.copy_mode == CopyMode::kAtIssue || (launch.copy_mode == CopyMode::kRandom && random(2) == 0))
+        copy.land();
     fibers_[current].copies.push_back(copy);
 }
 
@@ -486,7 +492,9 @@ void fail(const char* format, ...) {
 
 u32 thread_index() { return block->current; }
 u32 block_index() { return block->index; }
-void meet_warp(const char* name, void* operands, WarpOperation operation) { block->meet_warp(name, operands, operation); }
+void meet_warp(const char* name, void* operands, WarpOperation operation) {
+    block->meet_warp(name, operands, operation);
+}
 bool meet_block(const char* name, bool predicate) { return block->meet_block(name, predicate); }
 void start_copy(void* shared, const void* data, u32 bytes) { block->start_copy(shared, data, bytes); }
 void commit_copies() { block->commit_copies(); }
@@ -494,7 +502,8 @@ void wait_copies(u32 pending) { block->wait_copies(pending); }
 
 u8* shared_memory(u64 bytes) {
     if (bytes > block->launch.shared_bytes)
-        fail("the kernel uses %llu bytes of shared memory but is launched with %llu", bytes, block->launch.shared_bytes);
+        fail("the kernel uses %llu bytes of shared memory but is launched with %llu", bytes,
+             block->launch.shared_bytes);
     return block->shared_memory();
 }
 
@@ -507,8 +516,8 @@ SharedAddress shared_address(const void* pointer) {
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
     const u64 offset = static_cast<u64>(address) - kSharedBase;
     if (offset + bytes > block->launch.shared_bytes || offset + bytes < bytes)
-        fail("%s: %u bytes at shared offset %lld, outside the block's %llu bytes", who, bytes,
-             static_cast<i64>(offset), block->launch.shared_bytes);
+        fail("%s: %u bytes at shared offset %lld, outside the block's %llu bytes", who, bytes, static_cast<i64>(offset),
+             block->launch.shared_bytes);
     if (address % bytes != 0) fail("%s: shared offset %llu is not aligned to %u bytes", who, offset, bytes);
     return block->shared_memory() + offset;
 }
@@ -527,15 +536,23 @@ std::vector<u32> block_order(const Launch& launch) {
 }  // namespace emulated
 
 /// Runs kernel(params) over `grid` blocks on `workers` host threads. Returns 0, or 1 with the reason in `message`.
-extern "C" __attribute__((visibility("default"))) int emulated_launch(
-    emulated::Kernel kernel, u32 grid, u32 threads, u64 shared_bytes, const void* params, u64 params_bytes, u64 seed,
-    u32 order, u32 copy_mode, u32 workers, char* message, u64 message_bytes) {
+extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::Kernel kernel, u32 grid, u32 threads,
+                                                                      u64 shared_bytes, const void* params,
+                                                                      u64 params_bytes, u64 seed, u32 order,
+                                                                      u32 copy_mode, u32 workers, char* message,
+                                                                      u64 message_bytes) {
     using namespace emulated;
     // A copy of exactly this size, so that AddressSanitizer sees a kernel read beyond it.
     const std::unique_ptr<u8[]> own_params(new u8[params_bytes]);
     std::memcpy(own_params.get(), params, params_bytes);
-    const Launch launch = {kernel, grid, threads, shared_bytes, own_params.get(), seed,
-                           static_cast<Order>(order), static_cast<CopyMode>(copy_mode)};
+    const Launch launch = {kernel,
+                           grid,
+                           threads,
+                           shared_bytes,
+                           own_params.get(),
+                           seed,
+                           static_cast<Order>(order),
+                           static_cast<CopyMode>(copy_mode)};
     const std::vector<u32> blocks = block_order(launch);
     std::atomic<u32> next{0};
     std::mutex mutex;

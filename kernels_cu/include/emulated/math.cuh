@@ -8,7 +8,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 namespace emulated {
 
 /// ".ftz": a subnormal becomes zero of the same sign.
-inline float flush_subnormal(float x) { return (float_to_bits(x) & 0x7f800000u) == 0 ? __builtin_copysignf(0.0f, x) : x; }
+inline float flush_subnormal(float x) {
+    return (float_to_bits(x) & 0x7f800000u) == 0 ? __builtin_copysignf(0.0f, x) : x;
+}
 
 }  // namespace emulated
 

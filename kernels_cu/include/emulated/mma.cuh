@@ -27,7 +27,9 @@ struct Elements {
 template <>
 struct Elements<float> {
     static constexpr u32 kCount = 1;
-    static float get(u32 bits, u32) { return bits_to_float(bits & ~0x1fffu); }  // the tensor core ignores the other bits
+    static float get(u32 bits, u32) {
+        return bits_to_float(bits & ~0x1fffu);
+    }  // the tensor core ignores the other bits
 };
 
 template <typename T>
