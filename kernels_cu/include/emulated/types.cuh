@@ -57,6 +57,9 @@ u8* shared_pointer(SharedAddress address, u32 bytes, const char* who);
 
 DEVICE SharedAddress shared_address(const void* pointer) { return emulated::shared_address(pointer); }
 
+/// Where the block's shared memory begins. A macro, for it is another place in every host thread.
+#define dynamic_shared_memory emulated::shared_memory(0)
+
 /// The kernel's whole shared memory, seen as one struct. Its size is checked against the host's formula at compile time.
 template <typename Storage>
 DEVICE Storage& shared_storage() {
