@@ -1,6 +1,6 @@
 # make demo    sets everything up and runs the main job on real input
 # make test    sets everything up, lints, and runs all tests
-# make lint, docs, venv, clean
+# make lint, bench, docs, venv, clean
 #
 # PYTHON       the interpreter to start from, 3.10 to 3.13
 # VENV         where to install; "none" takes PYTHON as it is, downloads nothing, and skips the linters it lacks
@@ -26,7 +26,7 @@ skip_without =
 endif
 PIP := $(PY) -m pip --disable-pip-version-check install -q
 
-.PHONY: demo test lint docs venv clean
+.PHONY: demo test lint bench docs venv clean
 demo: $(STAMPS)/demo
 	$(PY) -m cupyflash demo
 
@@ -40,7 +40,12 @@ lint: $(STAMPS)/test
 	$(call skip_without,ruff) $(PY) -m ruff check
 	$(call skip_without,ruff) $(PY) -m ruff format --check
 	$(call skip_without,mypy) $(PY) -m mypy build/typecheck/cupyflash
-	$(call skip_without,clang_format) find kernels_cu -name '*.cu' -o -name '*.cuh' | xargs $(BIN)clang-format --dry-run --Werror
+	$(call skip_without,clang_format) find kernels_cu tests -name '*.cu' -o -name '*.cuh' | xargs $(BIN)clang-format --dry-run --Werror
+
+bench: $(STAMPS)/test
+	$(PIP) -e '.[bench]'
+	mkdir -p build
+	$(PY) benchmarks/attention.py --device $(if $(CUDA),gpu,cpu) --out build/bench.csv --plot build/bench.png
 
 docs: $(STAMPS)/docs
 	$(BIN)mkdocs build --strict --site-dir build/site

@@ -56,17 +56,13 @@ def _place(device: str) -> tuple[Any, str]:
         return np, "the CPU, as asked"
     try:
         import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except ImportError:
-        reason = "CuPy is not installed"
-    except Exception as error:  # CuPy raises its own types, which name the missing driver or device
-        reason = f"CuPy finds no GPU: {error}"
+    except ImportError as error:
+        reason = f"CuPy cannot be imported: {error}"
     else:
-        if count:
+        if cupy.is_available():
             name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
             return cupy, f"the GPU, {name} (CuPy {cupy.__version__})"
-        reason = "CuPy finds no GPU"
+        reason = f"CuPy {cupy.__version__} finds no GPU"
     if device == "gpu":
         raise SystemExit(f"cupyflash demo: no GPU to run on: {reason}")
     return np, f"the CPU ({reason})"

@@ -43,7 +43,7 @@ def standard(q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, Any, Any, Any]:
 
     S = q @ k.swapaxes(2, 3)
     S *= S.dtype.type(scale)
-    S[..., xp.arange(k.shape[2]) > xp.arange(q.shape[2])[:, None]] = -math.inf
+    xp.copyto(S, -math.inf, where=xp.arange(k.shape[2]) > xp.arange(q.shape[2])[:, None])
     S -= S.max(axis=-1, keepdims=True)
     P = xp.exp(S, out=S)
     P /= P.sum(axis=-1, keepdims=True)

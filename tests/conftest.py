@@ -1,0 +1,18 @@
+"""Tests marked gpu are skipped, with the reason, where there is none."""
+
+import pytest
+
+
+def gpu_is_missing():
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported: {error}"
+    return "" if cupy.is_available() else "CuPy finds no GPU"
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := gpu_is_missing()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
