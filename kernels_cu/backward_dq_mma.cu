@@ -137,7 +137,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
             }
         }
         warp_gemm<Element, kBc / kStepK<Element>>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
-                                                  RowMajorB<Element, true, kBc, kD>(shared.K[stage], 0));
+                                                  RowMajorB<Element, true, 1, kBc, kD>(shared.K[stage], 0));
         if (shrink)
             dQ.multiply(1.0f / kShrink);
         if (kBand && careful && masked)

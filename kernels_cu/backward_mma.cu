@@ -142,10 +142,10 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     const u32 warp = warp_index();
     const u32 score_key = warp / kWarpsScoreQ * (16 * kScoreM), score_query = warp % kWarpsScoreQ * (8 * kScoreN);
     const u32 grad_key = warp / kWarpsGradD * (16 * kGradM);
-    const u32 grad_col = warp % kWarpsGradD * (8 * kGradN), grad_col_v = warp % kWarpsGradD * (8 * kGradNV);
+    const u32 grad_col = warp % kWarpsGradD * 16;
 
-    Accumulator<kGradM, kGradN> dK;
-    Accumulator<kGradM, kGradNV> dV;
+    Accumulator<kGradM, kGradN, kWarpsGradD> dK;
+    Accumulator<kGradM, kGradNV, kWarpsGradD> dV;
     dK.clear();
     dV.clear();
     load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
@@ -217,8 +217,8 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             block_sync();  // P and dS are complete
         }
 
-        const RowMajorB<Element, kInRegisters, kBr, kDv> dO_rows(shared.dO[stage], grad_col_v);
-        const RowMajorB<Element, kInRegisters, kBr, kD> Q_rows(shared.Q[stage], grad_col);
+        const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.dO[stage], grad_col);
+        const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.Q[stage], grad_col);
         if constexpr (kInRegisters) {
             warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
             warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
@@ -232,7 +232,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             DqTile dQ;
             dQ.clear();
             warp_gemm<Element, kBc / kStepK<Element>>(dQ, TransposedA(shared_dS, dq_first_row()),
-                                                      RowMajorB<Element, false, kBc, kD>(shared.K, dq_first_col()));
+                                                      RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.K, dq_first_col()));
             if (shrink)
                 dQ.multiply(1.0f / kShrink);
             if (kBand && careful)
@@ -251,7 +251,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             };
             const i32 rows = smaller(static_cast<i32>(kBr), params.seqlen_q - first_query);
             add_visible_nonfinite<kHeadDimV>(dV, dout + head * params.dout_head_stride + first_query * params.dout_row_stride,
-                                             params.dout_row_stride, rows, visible, grad_col_v);
+                                             params.dout_row_stride, rows, visible, grad_col);
             add_visible_nonfinite<kHeadDim, true>(dK, q + head * params.q_head_stride + first_query * params.q_row_stride,
                                                   params.q_row_stride, rows, visible, grad_col);
             block_sync();  // K, cleaned above, is read no more: fetch it as it was
@@ -269,7 +269,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     block_sync();  // nobody reads the tiles any more: dK and dV leave through their space
     dK.multiply(params.scale);
     store_accumulator(shared.dK, dK, grad_key, grad_col);
-    store_accumulator(shared.dV, dV, grad_key, grad_col_v);
+    store_accumulator(shared.dV, dV, grad_key, grad_col);
     block_sync();
     store_tile<kHeadDim>(shared.dK, params.dk + work.batch * params.dk_batch_stride + work.kv_head * params.dk_head_stride,
                          params.dk_row_stride, work.keys.first, params.seqlen_k);

@@ -82,7 +82,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     const i32 first_query = work.queries.first + static_cast<i32>(warp_row);
     const RowMajorA<Element, kBr, kD> Q(shared.Q, warp_row);
     const ColumnMajorB<Element, kBc, kD> K_transposed(shared.K, 0);
-    const RowMajorB<Element, true, kBc, kDv> V(shared.V, 0);
+    const RowMajorB<Element, true, 1, kBc, kDv> V(shared.V, 0);
 
     SoftmaxState<kM> state(score.unit());
     Accumulator<kM, kDv / 8> O;

@@ -13,10 +13,10 @@ constexpr u32 kWarpsDqQ = kWarps / kWarpsDqD;     // ... and queries
 constexpr u32 kDqM = kBr / (16 * kWarpsDqQ), kDqN = kD / (8 * kWarpsDqD);
 static_assert(kDqM * 16 * kWarpsDqQ == kBr && kDqN * 8 * kWarpsDqD == kD, "warps share dQ evenly");
 
-using DqTile = Accumulator<kDqM, kDqN>;
+using DqTile = Accumulator<kDqM, kDqN, kWarpsDqD>;
 
 DEVICE u32 dq_first_row() { return warp_index() / kWarpsDqD * (16 * kDqM); }
-DEVICE u32 dq_first_col() { return warp_index() % kWarpsDqD * (8 * kDqN); }
+DEVICE u32 dq_first_col() { return warp_index() % kWarpsDqD * 16; }
 
 DEVICE i32 query_tile_count(const BackwardParams& params) {
     return (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);

@@ -10,8 +10,8 @@
 /// Adds to D, whose columns are those of the global matrix from first_col on, every element (k, col) of the matrix's first
 /// `rows` rows that is not finite and that visible(D's row, k) allows. weighted: its weight may be negative or 0, so that the sum is NaN
 /// whatever the element; else the weight is a positive probability, and the element itself is added.
-template <u32 kColsUsed, bool kWeighted = false, typename T, u32 kM, u32 kN, typename Visible>
-DEVICE void add_visible_nonfinite(Accumulator<kM, kN>& D, const T* matrix, i64 row_stride, i32 rows, Visible visible,
+template <u32 kColsUsed, bool kWeighted = false, typename T, u32 kM, u32 kN, u32 kSpread, typename Visible>
+DEVICE void add_visible_nonfinite(Accumulator<kM, kN, kSpread>& D, const T* matrix, i64 row_stride, i32 rows, Visible visible,
                                   u32 first_col = 0) {
 #pragma unroll 1
     for (i32 k = 0; k < rows; ++k)

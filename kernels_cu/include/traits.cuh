@@ -4,12 +4,10 @@
 
 using Element = CF_ELEMENT;  // Float16, BFloat16, or float (tensor cores: TF32)
 
-DEVICE constexpr u32 round_up(u32 x, u32 multiple) { return (x + multiple - 1) / multiple * multiple; }
-
 constexpr u32 kHeadDim = CF_HEAD_DIM;     // of q and k, as the caller has it
 constexpr u32 kHeadDimV = CF_HEAD_DIM_V;  // of v and out
-constexpr u32 kD = round_up(kHeadDim, 16);    // as tiles hold it; the added columns are zero
-constexpr u32 kDv = round_up(kHeadDimV, 16);
+constexpr u32 kD = CF_TILE_D;             // as tiles hold them: rounded up, the added columns zero
+constexpr u32 kDv = CF_TILE_DV;
 
 constexpr u32 kBr = CF_BR;  // query rows per tile
 constexpr u32 kBc = CF_BC;  // keys per tile

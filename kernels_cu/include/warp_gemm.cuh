@@ -20,18 +20,14 @@ DEVICE void round_operand(u32 (&r)[4]) {
     }
 }
 
-/// True where a warp's share of `chunks` 16-byte chunks can start at any multiple of itself: only then does stepping inside
-/// it never carry into the swizzled bits.
-template <typename Tile>
-DEVICE constexpr bool splits_cleanly(u32 chunks) {
-    return (chunks & (chunks - 1)) == 0 || chunks % (Tile::kSwizzleMask + 1) == 0;
-}
-
-/// (16 kM) x (8 kN) float32 results of one warp, in mma's D layout.
-template <u32 kM_, u32 kN_>
+/// (16 kM) x (8 kN) float32 results of one warp, in mma's D layout. Where kSpread warps share the columns of a product, each
+/// has every kSpread-th group of 16: a warp's first column then adds to the swizzled address without a carry.
+template <u32 kM_, u32 kN_, u32 kSpread_ = 1>
 struct Accumulator {
     static constexpr u32 kM = kM_;
     static constexpr u32 kN = kN_;
+    static constexpr u32 kSpread = kSpread_;
+    static_assert((kSpread & (kSpread - 1)) == 0, "or the swizzled address would carry");
     float x[kM][kN][4];
 
     /// body(element) for all elements of this lane.
@@ -60,9 +56,9 @@ struct Accumulator {
         return finite;
     }
 
-    /// Row and column of x[m][n][e] in this lane.
+    /// Row and column of x[m][n][e] in this lane, from the warp's first row and column on.
     DEVICE static u32 row(u32 m, u32 e) { return 16 * m + lane_index() / 4 + 8 * (e / 2); }
-    DEVICE static u32 col(u32 n, u32 e) { return 8 * n + 2 * (lane_index() % 4) + e % 2; }
+    DEVICE static u32 col(u32 n, u32 e) { return 16 * kSpread * (n / 2) + 8 * (n % 2) + 2 * (lane_index() % 4) + e % 2; }
 
 };
 
@@ -164,20 +160,22 @@ struct ColumnMajorB {
     }
 };
 
-/// Right operand B (k x cols) stored as [k][col]; columns start at first_col (a multiple of 16). kPairedK: k in the order
-/// of RegisterA.
-template <typename T, bool kPairedK, u32 kRows, u32 kCols>
+/// Right operand B (k x cols) stored as [k][col]; columns start at first_col (a multiple of 16) and are spread as those of
+/// the accumulator. kPairedK: k in the order of RegisterA.
+template <typename T, bool kPairedK, u32 kSpread, u32 kRows, u32 kCols>
 struct RowMajorB {
     MatrixReader<SharedTile<T, kRows, kCols>> reader;
     DEVICE RowMajorB(const SharedTile<T, kRows, kCols>& tile, u32 first_col)
         : reader(tile, 0, MatrixOrder::kRowsFirst) {
         reader.lane = reader.address(0, first_col / 8);
     }
-    DEVICE void load(u32 (&b)[4], u32 n, u32 step) const { reader.load_transposed(b, 16 * step, 2 * n); }
+    DEVICE void load(u32 (&b)[4], u32 n, u32 step) const {
+        reader.load_transposed(b, 16 * step, 2 * kSpread * n);
+    }
 };
 
-template <bool kPairedK, u32 kRows, u32 kCols>
-struct RowMajorB<float, kPairedK, kRows, kCols> {
+template <bool kPairedK, u32 kSpread, u32 kRows, u32 kCols>
+struct RowMajorB<float, kPairedK, kSpread, kRows, kCols> {
     const SharedTile<float, kRows, kCols>& tile;
     u32 first_col;
     DEVICE RowMajorB(const SharedTile<float, kRows, kCols>& tile_, u32 first_col_) : tile(tile_), first_col(first_col_) {}
@@ -186,14 +184,14 @@ struct RowMajorB<float, kPairedK, kRows, kCols> {
 #pragma unroll
         for (u32 r = 0; r < 4; ++r) {
             const u32 k = 8 * step + (kPairedK ? 2 * t + r % 2 : t + 4 * (r % 2));
-            b[r] = to_tf32(tile.at(k, first_col + 16 * n + 8 * (r / 2) + g));
+            b[r] = to_tf32(tile.at(k, first_col + 16 * kSpread * n + 8 * (r / 2) + g));
         }
     }
 };
 
 /// D += A B over kSteps steps of k. Operands of the next step are fetched while the current one is multiplied.
-template <typename T, u32 kSteps, typename A, typename B, u32 kM, u32 kN>
-DEVICE void warp_gemm(Accumulator<kM, kN>& D, const A& A_operand, const B& B_operand) {
+template <typename T, u32 kSteps, typename A, typename B, u32 kM, u32 kN, u32 kSpread>
+DEVICE void warp_gemm(Accumulator<kM, kN, kSpread>& D, const A& A_operand, const B& B_operand) {
     static_assert(kN % 2 == 0, "B comes in pairs of eight columns");
     u32 a[2][kM][4];
     u32 b[2][kN / 2][4];
@@ -223,8 +221,8 @@ DEVICE void warp_gemm(Accumulator<kM, kN>& D, const A& A_operand, const B& B_ope
 }
 
 /// Rounds an accumulator to T and writes it into a tile whose rows and columns are the accumulator's, shifted.
-template <typename T, u32 kRows, u32 kCols, u32 kM, u32 kN>
-DEVICE void store_accumulator(SharedTile<T, kRows, kCols>& tile, const Accumulator<kM, kN>& D, u32 first_row, u32 first_col) {
+template <typename T, u32 kRows, u32 kCols, u32 kM, u32 kN, u32 kSpread>
+DEVICE void store_accumulator(SharedTile<T, kRows, kCols>& tile, const Accumulator<kM, kN, kSpread>& D, u32 first_row, u32 first_col) {
 #pragma unroll
     for (u32 m = 0; m < kM; ++m)
 #pragma unroll
