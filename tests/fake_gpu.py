@@ -1,0 +1,80 @@
+"""CuPy arrays in host memory and a gpu module that computes there: tests the way to a launch without a GPU.
+
+CuPy creates, slices and transposes arrays without a driver as long as their memory comes from elsewhere. Whatever
+launches a kernel (fill, copies of non-contiguous arrays) stays out of reach.
+"""
+
+import ctypes
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import api, cpu
+
+cupy = pytest.importorskip("cupy")
+
+
+class FakeGpu(types.ModuleType):
+    """Stands for cupyflash.gpu; ``launches`` lists the problems it was given."""
+
+    def __init__(self, monkeypatch):
+        super().__init__("cupyflash.gpu")
+        self.launches = []
+        self.switches = []
+        self.current_device = 0
+        self.memory = []
+        monkeypatch.setitem(sys.modules, "cupyflash.gpu", self)
+        monkeypatch.setattr(cupyflash, "gpu", self, raising=False)
+        monkeypatch.setattr(api, "_calls", {})
+        monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: self.current_device)
+        monkeypatch.setattr(cupy.cuda, "Device", self._device)
+        monkeypatch.setattr(cupy, "empty", self.empty)
+
+    def empty(self, shape, dtype=np.float32, device=None):
+        device = self.current_device if device is None else device
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = np.full(size + 1, 0xFF, np.uint8)  # NaN in every float type: what is not written shows
+        self.memory.append(buffer)
+        memory = cupy.cuda.UnownedMemory(buffer.ctypes.data, buffer.nbytes, buffer, device)
+        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+
+    def array(self, host, device=None):
+        result = self.empty(host.shape, host.dtype, device)
+        self.host(result)[...] = host
+        return result
+
+    @staticmethod
+    def host(array):
+        """The NumPy array over the memory of a fake CuPy array."""
+        low = sum(min(0, (n - 1) * s) for n, s in zip(array.shape, array.strides, strict=True))
+        high = sum(max(0, (n - 1) * s) for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize
+        bytes_ = (ctypes.c_char * (high - low)).from_address(array.data.ptr + low)
+        return np.ndarray(array.shape, array.dtype, bytes_, offset=-low, strides=array.strides)
+
+    def forward(self, problem, *arrays):
+        self._launch(cpu.forward, problem, arrays)
+
+    def backward(self, problem, *arrays):
+        self._launch(cpu.backward, problem, arrays)
+
+    def _launch(self, function, problem, arrays):
+        self.launches.append(problem)
+        for array in arrays[: 4 if function is cpu.forward else 5]:
+            assert array.strides[3] == array.itemsize
+        function(problem, *(array if array is None else self.host(array) for array in arrays))
+
+    def _device(self, index):
+        gpu = self
+
+        class Switch:
+            def __enter__(self):
+                self.previous, gpu.current_device = gpu.current_device, index
+                gpu.switches.append(index)
+
+            def __exit__(self, *_):
+                gpu.current_device = self.previous
+
+        return Switch()
