@@ -43,7 +43,7 @@ lint: $(STAMPS)/test
 	$(call skip_without,clang_format) find kernels_cu tests -name '*.cu' -o -name '*.cuh' | xargs $(BIN)clang-format --dry-run --Werror
 
 bench: $(STAMPS)/test
-	$(PIP) -e '.[bench]'
+	$(if $(filter none,$(VENV)),,$(PIP) -e '.[bench]')
 	mkdir -p build
 	$(PY) benchmarks/attention.py --device $(if $(CUDA),gpu,cpu) --out build/bench.csv --plot build/bench.png
 

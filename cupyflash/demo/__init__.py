@@ -13,15 +13,15 @@ import cupyflash
 from cupyflash.demo import long_sequence
 from cupyflash.demo.encoder import MiniLM
 
-SENTENCES = (
+SENTENCES = (  # pairs of one meaning
     "The cat sleeps on the warm windowsill.",
     "A kitten is napping in the sun.",
-    "The central bank raised interest rates to slow inflation.",
-    "Borrowing money has become more expensive this year.",
-    "Water boils at a lower temperature on a high mountain.",
-    "At altitude, air pressure drops and so does the boiling point.",
+    "The central bank raised interest rates.",
+    "Borrowing money has become more expensive.",
+    "Water boils sooner on a high mountain.",
+    "At altitude, the boiling point drops.",
     "She plays the violin in the city orchestra.",
-    "The concert ended with a long solo by the first violinist.",
+    "The concert ended with a long violin solo.",
 )
 TOLERANCE = 1e-4  # of an embedding's coordinates, against float64
 TOKENS = 16_384
@@ -100,9 +100,9 @@ def similarity_table(sentences: tuple[str, ...], vectors: Any) -> str:
     """The cosine of each pair of sentences, and for each sentence the number of the most similar other one."""
     cosines = vectors @ vectors.T
     width = max(map(len, sentences))
-    lines = [" " * (width + 6) + "".join(f"{n:6}" for n in range(1, len(sentences) + 1)) + "   nearest"]
+    lines = [" " * (width + 6) + "".join(f"{n:6}" for n in range(1, len(sentences) + 1)) + "  nearest"]
     for n, sentence in enumerate(sentences):
         nearest = int(np.argmax(np.where(np.arange(len(sentences)) == n, -np.inf, cosines[n])))
         row = "".join(f"{cosine:6.2f}" for cosine in cosines[n])
-        lines.append(f"   {n + 1}. {sentence:{width}}{row}   {nearest + 1:>7}")
+        lines.append(f"   {n + 1}. {sentence:{width}}{row}  {nearest + 1:>7}")
     return "\n".join(lines)
