@@ -32,6 +32,11 @@ class ParamStruct:
         layout = "<" + "".join(_FORMATS[ctype] for _, ctype in self.fields)
         return struct.Struct(layout + "x" * (-struct.calcsize(layout) % 8))
 
+    @cached_property
+    def pointer_packer(self) -> struct.Struct:
+        """Packs the leading pointers only."""
+        return struct.Struct(f"<{self.pointers}Q")
+
     @property
     def pointers(self) -> int:
         """Number of leading pointer fields; they are all that differs between calls with one plan."""

@@ -1,0 +1,172 @@
+"""From a problem and a GPU's limits to the kernels to launch: pure functions, no GPU needed.
+
+The choice of tiles is looked up among the measured winners for the GPU model (``tuning.store``) and else taken from
+``heuristics``; what the GPU at hand cannot run is never chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import heuristics, resources
+from .problem import Problem
+from .resources import Limits
+from .tiles import Task, TileConfig, tile_head_dim
+from .tuning import store
+
+_ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
+_LARGEST = {"float16": "65504.0f", "bfloat16": "3.3895e38f", "float32": "3.4028e38f"}
+_FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source file, name of the main kernel)
+    ("mma", "forward"): ("forward_mma.cu", "forward_mma"),
+    ("mma", "backward"): ("backward_mma.cu", "backward_mma"),
+    ("mma", "backward_dkv"): ("backward_mma.cu", "backward_mma"),
+    ("mma", "backward_dq"): ("backward_dq_mma.cu", "backward_dq_mma"),
+    ("simt", "forward"): ("forward_simt.cu", "forward_simt"),
+    ("simt", "backward_dkv"): ("backward_simt.cu", "backward_dkv_simt"),
+    ("simt", "backward_dq"): ("backward_dq_simt.cu", "backward_dq_simt"),
+}
+
+
+class UnsupportedError(ValueError):
+    """No kernel can compute this problem on this GPU; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One compiled entry point: a source file, its macros, and what a launch needs to know."""
+
+    file: str
+    name: str
+    defines: tuple[tuple[str, object], ...]
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of one pass, in order.
+
+    Attributes:
+        launches: (kernel, number of blocks).
+        delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
+        dq_floats: float32 workspace in which dQ is summed; 0 where dQ has a kernel of its own.
+        configs: the tiles chosen per task, and where each choice comes from ("tuned" or "heuristic").
+    """
+
+    launches: tuple[tuple[Kernel, int], ...]
+    delta_floats: int
+    dq_floats: int
+    configs: tuple[tuple[Task, TileConfig, str], ...]
+
+
+def choose(task: Task, problem: Problem, limits: Limits) -> tuple[TileConfig, str]:
+    """The tiles for a task, and where the choice comes from.
+
+    Raises:
+        UnsupportedError: nothing fits the GPU.
+    """
+    tuned = store.find(task, problem, limits)
+    if tuned is not None and resources.why_illegal(task, tuned, problem, limits) is None:
+        return tuned, "tuned"
+    found = heuristics.candidates(task, problem, limits)
+    if not found:
+        first = heuristics.listed(task, problem, limits)
+        reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in first})
+        raise UnsupportedError(
+            f"no {task} kernel for {problem.dtype} with head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
+            f"on {limits.name} (sm_{limits.arch}): {'; '.join(reasons)}"
+        )
+    return found[0], "heuristic"
+
+
+def plan_forward(problem: Problem, vector_bytes: int, limits: Limits) -> Plan:
+    """The one launch of a forward pass. vector_bytes: alignment of all pointers, strides and rows, at most 16."""
+    config, origin = choose("forward", problem, limits)
+    kernel = _kernel("forward", config, problem, vector_bytes, limits)
+    return Plan(
+        ((kernel, _query_blocks(problem, config)),), delta_floats=0, dq_floats=0, configs=(("forward", config, origin),)
+    )
+
+
+def plan_backward(problem: Problem, vector_bytes: int, limits: Limits) -> Plan:
+    """The launches of a backward pass: per-row preparation, the main kernel, and dQ."""
+    summed = not problem.deterministic and any(
+        config.family == "mma" for config in heuristics.candidates("backward", problem, limits)
+    )
+    task: Task = "backward" if summed else "backward_dkv"
+    config, origin = choose(task, problem, limits)
+    main = _kernel(task, config, problem, vector_bytes, limits)
+    rows = Kernel(main.file, "backward_rows", main.defines, config.threads, 0)
+    query_blocks = _query_blocks(problem, config)
+    key_blocks = _blocks(problem.batch * problem.num_kv_heads, problem.seqlen_k, config.Bc)
+    delta_floats = problem.batch * problem.num_heads * problem.seqlen_q
+
+    if summed:
+        tile_d = tile_head_dim(problem.head_dim)
+        store_bytes = config.Br * tile_d * problem.itemsize
+        last = Kernel(main.file, "backward_dq_store", main.defines, config.threads, store_bytes)
+        return Plan(
+            ((rows, query_blocks), (main, key_blocks), (last, query_blocks)),
+            delta_floats,
+            query_blocks * config.Br * tile_d,
+            ((task, config, origin),),
+        )
+    dq_config, dq_origin = choose("backward_dq", problem, limits)
+    dq = _kernel("backward_dq", dq_config, problem, vector_bytes, limits)
+    return Plan(
+        ((rows, query_blocks), (main, key_blocks), (dq, _query_blocks(problem, dq_config))),
+        delta_floats,
+        0,
+        ((task, config, origin), ("backward_dq", dq_config, dq_origin)),
+    )
+
+
+def _kernel(task: Task, config: TileConfig, problem: Problem, vector_bytes: int, limits: Limits) -> Kernel:
+    file, name = _FILES[config.family, task]
+    shared_bytes = resources.shared_bytes(task, config, problem)
+    defines = defines_of(task, config, problem, vector_bytes, shared_bytes, limits.arch)
+    return Kernel(file, name, tuple(defines.items()), config.threads, shared_bytes)
+
+
+def defines_of(
+    task: Task, config: TileConfig, problem: Problem, vector_bytes: int, shared_bytes: int, arch: int
+) -> dict[str, object]:
+    """The macros that specialise a kernel; ``kernels_cu/include/traits.cuh`` and its neighbours give them names."""
+    defines: dict[str, object] = {
+        "CF_ARCH": arch,
+        "CF_ELEMENT": _ELEMENTS[problem.dtype],
+        "CF_ELEMENT_MAX": _LARGEST[problem.dtype],
+        "CF_HEAD_DIM": problem.head_dim,
+        "CF_HEAD_DIM_V": problem.head_dim_v,
+        "CF_TILE_D": tile_head_dim(problem.head_dim),
+        "CF_TILE_DV": tile_head_dim(problem.head_dim_v),
+        "CF_BR": config.Br,
+        "CF_BC": config.Bc,
+        "CF_WARPS": config.warps,
+        "CF_STAGES": config.stages,
+        "CF_BLOCKS_PER_SM": config.blocks_per_sm,
+        "CF_VECTOR_BYTES": vector_bytes,
+        "CF_SHARED_BYTES": shared_bytes,
+        "CF_BAND_FIRST": int(problem.band.first is not None),
+        "CF_BAND_LAST": int(problem.band.last is not None),
+        "CF_SCORE": 2 if problem.softcap else (0 if problem.scale > 0 else 1),
+    }
+    if task in ("backward", "backward_dkv"):
+        defines |= {
+            "CF_SUM_DQ": int(task == "backward"),
+            "CF_WARPS_SCORE_Q": config.score_warps_q,
+            "CF_WARPS_GRAD_D": config.grad_warps_d,
+            "CF_WARPS_DQ_D": config.dq_warps_d,
+        }
+    return defines
+
+
+def _query_blocks(problem: Problem, config: TileConfig) -> int:
+    return _blocks(problem.batch * problem.num_heads, problem.seqlen_q, config.Br)
+
+
+def _blocks(heads: int, length: int, tile: int) -> int:
+    blocks = heads * -(-length // tile)
+    if blocks >= 2**31:
+        raise UnsupportedError(f"{heads} heads of {length} rows are {blocks} blocks; a launch has fewer than 2^31")
+    return blocks

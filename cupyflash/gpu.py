@@ -1,0 +1,11 @@
+"""Attention on CuPy arrays: the engine on CUDA. Same signatures as cpu.py."""
+
+from __future__ import annotations
+
+from .engine import Engine
+from .runtime.cuda import CudaRuntime
+
+_engine = Engine(CudaRuntime())
+
+forward = _engine.forward
+backward = _engine.backward

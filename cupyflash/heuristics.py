@@ -1,0 +1,100 @@
+"""Tile configurations where nothing has been measured: a short list per task and head dim, best first.
+
+Each list starts with what is fastest on GPUs with much shared memory and ends with what fits every GPU of the family;
+``candidates`` leaves out what the GPU at hand cannot run. Reasons: a warp that owns 32 rows reads every K or V fragment
+once for two products, so shared memory is half as busy as with 16; beyond head dim 128 the float32 sums of 32 rows do
+not fit the registers.
+"""
+
+from __future__ import annotations
+
+from . import resources_simt
+from .problem import Problem
+from .resources import Limits, why_illegal
+from .tiles import Task, TileConfig, tile_head_dim
+
+# (largest tile head dim, configurations), smallest first.
+_FORWARD = (
+    (64, ((128, 128, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
+    (128, ((128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 2))),
+    (256, ((128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 2), (16, 32, 1), (16, 16, 1))),
+)
+# (Br, Bc, warps, stages, score_warps_q, grad_warps_d, dq_warps_d)
+_BACKWARD = (
+    (
+        64,
+        (
+            (32, 128, 4, 2, 1, 1, 2),
+            (64, 128, 8, 2, 1, 1, 2),
+            (64, 128, 8, 2, 1, 1, 1),
+            (64, 64, 4, 2, 1, 1, 1),
+            (32, 64, 4, 1, 1, 1, 2),
+            (32, 32, 2, 1, 1, 1, 1),
+        ),
+    ),
+    (
+        128,
+        (
+            (64, 128, 8, 2, 2, 2, 4),
+            (64, 64, 4, 2, 1, 1, 1),
+            (32, 64, 4, 2, 1, 1, 2),
+            (32, 64, 4, 1, 1, 1, 2),
+            (64, 64, 4, 1, 1, 1, 1),
+            (32, 32, 2, 1, 1, 1, 1),
+            (16, 32, 2, 1, 1, 1, 2),
+        ),
+    ),
+    (
+        256,
+        (
+            (64, 64, 8, 2, 4, 4, 4),
+            (64, 64, 8, 2, 2, 2, 2),
+            (64, 64, 8, 1, 4, 4, 4),
+            (64, 64, 8, 1, 2, 2, 2),
+            (32, 32, 4, 1, 2, 4, 4),
+            (32, 32, 4, 1, 2, 2, 2),
+            (16, 32, 4, 1, 1, 2, 4),
+            (16, 32, 2, 1, 1, 2, 2),
+            (16, 16, 2, 1, 1, 2, 2),
+        ),
+    ),
+)
+_BACKWARD_DQ = (
+    (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))),
+    (256, ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 2, 1), (16, 32, 1, 1), (16, 16, 1, 1))),
+)
+
+
+def candidates(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
+    """The configurations that can run the task on the GPU, best first; empty if the GPU is too old."""
+    return [config for config in listed(task, problem, limits) if why_illegal(task, config, problem, limits) is None]
+
+
+def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
+    """All configurations that are considered for the task, legal on the GPU or not."""
+    return [*_mma_list(task, problem), *_simt_list(task, problem, limits)]
+
+
+def _mma_list(task: Task, problem: Problem) -> list[TileConfig]:
+    head_dim = max(tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v))
+    if task == "forward":
+        return [TileConfig("mma", *numbers) for numbers in _first_fit(_FORWARD, head_dim)]
+    if task == "backward_dq":
+        return [TileConfig("mma", *numbers) for numbers in _first_fit(_BACKWARD_DQ, head_dim)]
+    return [
+        TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq)
+        for Br, Bc, warps, stages, score, grad, dq in _first_fit(_BACKWARD, head_dim)
+    ]
+
+
+def _simt_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
+    if task == "backward":  # dQ has a kernel of its own in this family
+        return []
+    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    return [TileConfig("simt", *resources_simt.default_tiles(task, d, dv, limits.shared_bytes))]
+
+
+def _first_fit(
+    table: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...], head_dim: int
+) -> tuple[tuple[int, ...], ...]:
+    return next(configs for largest, configs in table if head_dim <= largest)

@@ -1,0 +1,142 @@
+"""What a tile configuration needs of a GPU, by exact formulas, and whether the GPU has it.
+
+The kernels check the shared-memory formulas at compile time: each declares one ``struct SharedStorage`` whose size must
+equal ``CF_SHARED_BYTES``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import resources_simt
+from .problem import Problem
+from .tiles import Task, TileConfig, tile_head_dim
+
+_ALIGNMENT = 128  # of a shared tile, and so of the whole storage
+_USABLE_REGISTERS = 255  # per thread; the architecture's limit
+_REGISTERS_PER_SM = 65536
+_RESERVED_SHARED_BYTES = 1024  # per block, taken by the system from sm_80 on
+
+_SIMT_SHARED_BYTES = {
+    "forward": resources_simt.forward_shared_bytes,
+    "backward_dkv": resources_simt.backward_dkv_shared_bytes,
+    "backward_dq": resources_simt.backward_dq_shared_bytes,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What dispatch needs to know of a GPU.
+
+    Attributes:
+        name: as the driver gives it, for example "NVIDIA H200".
+        arch: compute capability, major * 10 + minor.
+        shared_bytes: most dynamic shared memory that a block may ask for (the opt-in limit).
+        sm_count: number of multiprocessors.
+    """
+
+    name: str
+    arch: int
+    shared_bytes: int
+    sm_count: int
+
+
+def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
+    """Dynamic shared memory of a block, in bytes; the size of the kernel's ``SharedStorage``."""
+    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    size = problem.itemsize
+    Br, Bc, stages = config.Br, config.Bc, config.stages
+    if config.family == "simt":
+        return _SIMT_SHARED_BYTES[task](Br, Bc, d, dv, stages, size)
+    if task == "forward":
+        streamed = (Br * d + Bc * (d + dv)) * size
+        leaving = Br * dv * size
+    elif task == "backward_dq":
+        streamed = (Br + stages * Bc) * (d + dv) * size
+        leaving = Br * d * size
+    else:
+        weights = Bc * Br * (1 if _weights_in_registers(config) else 2)
+        rows = 2 * stages * Br * 4  # LSE and delta
+        streamed = (Bc * (d + dv) + stages * Br * (d + dv) + weights) * size + rows
+        leaving = Bc * (d + dv) * size
+    return _round_up(max(streamed, leaving), _ALIGNMENT)
+
+
+def registers(task: Task, config: TileConfig, problem: Problem) -> int:
+    """32-bit registers per thread that live accumulators and fragments take at the kernel's peak; a lower bound."""
+    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    if config.family == "simt":
+        return 0
+    per_thread = 32 * config.warps
+    score = config.Br * config.Bc // per_thread
+    if task == "forward":
+        return config.Br * dv // per_thread + score
+    if task == "backward_dq":
+        return config.Br * d // per_thread + 2 * score
+    sums = config.Bc * (d + dv) // per_thread
+    return sums + max(2 * score, config.Br * d // per_thread)
+
+
+def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
+    """The reason why a configuration cannot run a task on a GPU, or None if it can."""
+    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    if config.family == "mma":
+        reason = _why_not_mma(problem, limits) or _why_uneven(task, config, d, dv)
+        if reason:
+            return reason
+    if config.threads > 1024:
+        return f"{config.warps} warps are {config.threads} threads; a block has at most 1024"
+    need = shared_bytes(task, config, problem)
+    if need > limits.shared_bytes:
+        return f"needs {need} bytes of shared memory per block; {limits.name} has {limits.shared_bytes}"
+    per_sm = limits.shared_bytes + _RESERVED_SHARED_BYTES
+    if (need + _RESERVED_SHARED_BYTES) * config.blocks_per_sm > per_sm:
+        return f"{config.blocks_per_sm} blocks need {need} bytes of shared memory each; an SM has {per_sm}"
+    available = min(_USABLE_REGISTERS, _REGISTERS_PER_SM // (config.threads * config.blocks_per_sm))
+    if (used := registers(task, config, problem)) > available:
+        return f"needs {used} registers per thread for its accumulators; {available} are available"
+    return None
+
+
+def _why_not_mma(problem: Problem, limits: Limits) -> str | None:
+    if limits.arch < 75:
+        return f"tensor-core kernels need sm_75; {limits.name} is sm_{limits.arch}"
+    if problem.dtype == "bfloat16" and limits.arch < 80:
+        return f"bfloat16 on tensor cores needs sm_80; {limits.name} is sm_{limits.arch} (use float16)"
+    if problem.dtype == "float32" and problem.precision != "tf32":
+        return 'tensor cores have no exact float32; precision="tf32" allows them'
+    if problem.dtype == "float32" and limits.arch < 80:
+        return f"TF32 needs sm_80; {limits.name} is sm_{limits.arch}"
+    return None
+
+
+def _why_uneven(task: Task, config: TileConfig, d: int, dv: int) -> str | None:
+    """Warps own whole 16-row tiles and pairs of 8-column tiles of every product."""
+    Br, Bc, warps = config.Br, config.Bc, config.warps
+    if task in ("forward", "backward_dq"):
+        splits = [("Br", Br, 16 * warps), ("Bc", Bc, 16)]
+    else:
+        for name in ("score_warps_q", "grad_warps_d", "dq_warps_d"):
+            if warps % getattr(config, name):
+                return f"{name}={getattr(config, name)} does not divide {warps} warps"
+        splits = [
+            ("Br", Br, 16 * config.score_warps_q),
+            ("Bc", Bc, 16 * warps // config.score_warps_q),
+            ("Bc", Bc, 16 * warps // config.grad_warps_d),
+            ("head_dim", d, 16 * config.grad_warps_d),
+            ("head_dim_v", dv, 16 * config.grad_warps_d),
+        ]
+        if task == "backward":
+            splits += [("Br", Br, 16 * warps // config.dq_warps_d), ("head_dim", d, 16 * config.dq_warps_d)]
+    for name, size, unit in splits:
+        if size % unit:
+            return f"{name} is {size} in tiles; the warps split it in units of {unit}"
+    return None
+
+
+def _weights_in_registers(config: TileConfig) -> bool:
+    return config.score_warps_q == 1 and config.grad_warps_d == 1
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple

@@ -1,0 +1,59 @@
+"""How a problem is cut into tiles, and which kernels compute it.
+
+A ``TileConfig`` holds every choice that does not change the result: the tuner searches them, YAML files keep them, and
+they reach a kernel as ``-D`` macros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["mma", "simt"]
+Task = Literal["forward", "backward", "backward_dkv", "backward_dq"]
+
+TASKS: tuple[Task, ...] = ("forward", "backward", "backward_dkv", "backward_dq")
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """One way to compute one task.
+
+    Attributes:
+        family: "mma" (tensor cores by mma.sync, sm_75 and up) or "simt" (plain multiply-adds, every GPU).
+        Br: query rows per tile.
+        Bc: keys per tile.
+        warps: per block.
+        stages: streamed tiles in flight (1: fetched between uses; 2: fetched under the computation before).
+        blocks_per_sm: blocks that shall fit one SM; the compiler limits registers to that.
+        score_warps_q: backward only, warps over the queries of S^T and dP^T; the others split their keys.
+        grad_warps_d: backward only, warps over the head dims of dK and dV; the others split their keys.
+        dq_warps_d: backward only, warps over the head dims of dQ; the others split its queries.
+
+    Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
+    """
+
+    family: Family
+    Br: int
+    Bc: int
+    warps: int
+    stages: int = 1
+    blocks_per_sm: int = 1
+    score_warps_q: int = 1
+    grad_warps_d: int = 1
+    dq_warps_d: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * self.warps
+
+
+def tile_head_dim(head_dim: int) -> int:
+    """Columns that a tile holds for a head dim: what warps can share evenly, the added columns being zero.
+
+    A step of the tensor core is 16 columns. Above 128 two warps have to share the columns of dK and dV, or their
+    float32 sums would not fit the registers: a multiple of 32.
+    """
+    multiple = 16 if head_dim <= 128 else 32
+    return -(-head_dim // multiple) * multiple

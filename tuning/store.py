@@ -1,0 +1,60 @@
+"""The measured winners: tile configurations per GPU model, kept in readable YAML files.
+
+A file ``configs/<GPU name>.yaml`` holds, per task and kind of problem, the configuration that was fastest on that model:
+
+    device: NVIDIA H200
+    winners:
+      - {task: forward, dtype: half, head_dim: 128, head_dim_v: 128, masked: false,
+         config: {family: mma, Br: 128, Bc: 64, warps: 4}}
+
+``dtype`` is half (float16 or bfloat16), tf32 or float32; head dims are those of the tiles; ``masked`` says whether the
+problem has a band. A problem without an entry takes the heuristic.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from ..problem import Problem
+from ..resources import Limits
+from ..tiles import Task, TileConfig, tile_head_dim
+
+Key = tuple[str, str, int, int, bool]
+
+
+def find(task: Task, problem: Problem, limits: Limits) -> TileConfig | None:
+    """The measured winner for a task on a GPU model, or None."""
+    return winners(limits.name).get(key(task, problem))
+
+
+def key(task: Task, problem: Problem) -> Key:
+    """What entries are kept under."""
+    if problem.dtype == "float32":
+        dtype = "tf32" if problem.precision == "tf32" else "float32"
+    else:
+        dtype = "half"
+    masked = problem.band.first is not None or problem.band.last is not None
+    return task, dtype, tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v), masked
+
+
+@lru_cache(maxsize=None)
+def winners(device: str) -> dict[Key, TileConfig]:
+    """All entries for a GPU model; empty for one that nobody has measured."""
+    path = files("cupyflash.tuning.configs") / file_name(device)
+    if not path.is_file():
+        return {}
+    import yaml  # only where there is something to read: it costs 20 ms
+
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {
+        (e["task"], e["dtype"], e["head_dim"], e["head_dim_v"], e["masked"]): TileConfig(**e["config"])
+        for e in content["winners"]
+    }
+
+
+def file_name(device: str) -> str:
+    """The file for a GPU model: its name with everything but letters, digits, "-" and "." made "_"."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", device) + ".yaml"
