@@ -19,8 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument(
         "--explain",
         metavar="PROBLEM",
-        help='how a problem would be computed, as in "B=8 S=256 H=12 D=64 dtype=bfloat16 causal"; '
-        "also Sq, Sk, Hk, Dv, window=LEFT,RIGHT, softcap, precision=tf32, deterministic",
+        help='how the GPU would compute a problem, as in "B=8 S=256 H=12 D=64 dtype=bfloat16 causal"; also Sq, Sk, Hk, '
+        "Dv, scale, softcap, window=LEFT,RIGHT, precision, deterministic, and gpu=H200 to plan for another GPU",
     )
 
     demo = commands.add_parser("demo", help="sentence embeddings and one very long sequence")
@@ -38,13 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return demonstration.run(options.device, options.tokens, options.model)
 
-    from cupyflash.cli import info as report
+    from cupyflash.cli.explain import explain
+    from cupyflash.cli.info import current_gpu, machine
 
     if options.explain is None:
-        print(report.machine())
+        print(machine())
         return 0
     try:
-        print(report.explain(options.explain))
+        print(explain(options.explain, current_gpu))
     except (TypeError, ValueError) as error:
-        parser.error(f"--explain: {error}")
+        info.error(f"--explain: {error}")
     return 0

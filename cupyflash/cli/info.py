@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import cupyflash
-from cupyflash.arrays import INSTALL
+from cupyflash.arrays import INSTALL, require_gpu
+from cupyflash.resources import Limits
+from cupyflash.tuning import store
 
 
 def machine() -> str:
@@ -43,7 +45,17 @@ def _gpu_facts() -> Iterator[tuple[str, str]]:
         yield "GPU", f"none ({error})"
         return
     for index in range(count):
+        name = runtime.getDeviceProperties(index)["name"].decode()
         yield f"GPU {index}", _or_error(partial(_gpu, runtime, index))
+        yield f"GPU {index} tiles", _or_error(partial(_tiles, name))
+
+
+def current_gpu() -> Limits:
+    """The limits of CuPy's current GPU."""
+    require_gpu("planning for this machine's GPU")
+    from cupyflash.runtime.cuda import CudaRuntime
+
+    return CudaRuntime().limits()
 
 
 def _gpu(runtime: Any, index: int) -> str:
@@ -52,6 +64,12 @@ def _gpu(runtime: Any, index: int) -> str:
         f"{properties['name'].decode()}, compute capability {properties['major']}.{properties['minor']}, "
         f"{properties['multiProcessorCount']} multiprocessors, {properties['totalGlobalMem'] / 2**30:.0f} GiB"
     )
+
+
+def _tiles(name: str) -> str:
+    if winners := store.winners(name):
+        return f"{len(winners)} measured winners in {store.file_name(name)}, else by heuristic"
+    return "by heuristic (there are no measurements for this model)"
 
 
 def _cuda_version(number: int) -> str:

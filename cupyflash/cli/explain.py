@@ -1,0 +1,167 @@
+"""How the GPU would compute a problem: kernels, tiles, and where the choice comes from. Nothing is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from cupyflash import dispatch
+from cupyflash.problem import GPU_DTYPES, Band, Problem, check_gpu
+from cupyflash.resources import Limits
+from cupyflash.tiles import TileConfig
+
+# GPUs to plan for on a machine without one: compute capability * 10, opt-in shared memory per block, multiprocessors.
+GPUS = {
+    "T4": Limits("Tesla T4", 75, 65_536, 40),
+    "A100": Limits("NVIDIA A100", 80, 166_912, 108),
+    "A10": Limits("NVIDIA A10", 86, 101_376, 72),
+    "L4": Limits("NVIDIA L4", 89, 101_376, 58),
+    "H100": Limits("NVIDIA H100 80GB HBM3", 90, 232_448, 132),
+    "H200": Limits("NVIDIA H200", 90, 232_448, 132),
+    "B200": Limits("NVIDIA B200", 100, 232_448, 148),
+    "RTX5090": Limits("NVIDIA GeForce RTX 5090", 120, 101_376, 170),
+}
+DEFAULTS = {"B": 1, "S": 1024, "H": 16, "D": 64}
+SIZES = ("B", "S", "Sq", "Sk", "H", "Hk", "D", "Dv")
+NUMBERS = ("scale", "softcap")
+WORDS = ("causal", "window", "dtype", "precision", "deterministic", "gpu")
+VECTOR_BYTES = 16  # arrays as allocated: every row starts at a multiple of this
+
+
+def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
+    """What ``"B=8 S=256 H=12 D=64 dtype=bfloat16 causal gpu=A100"`` leads to, one kernel to a line.
+
+    Args:
+        description: ``key=value`` pairs and flags, see ``SIZES``, ``NUMBERS`` and ``WORDS``. What is left out is as in
+            ``attention``, and ``DEFAULTS``.
+        current_gpu: limits of the GPU to plan for if the description names none.
+
+    Raises:
+        ValueError: a key is unknown, or its value does not fit.
+        TypeError: as ``attention`` raises it.
+    """
+    given = _parse(description)
+    gpu = given.pop("gpu", None)
+    if gpu is not None and gpu not in GPUS:
+        raise ValueError(f"gpu is {gpu!r}; expected one of {', '.join(GPUS)}, or none for this machine's")
+    problem = _problem(given)
+    check_gpu(problem)
+    try:
+        limits = GPUS[gpu] if gpu else current_gpu()
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"{error}; or name a GPU to plan for, as in gpu=H200") from error
+    lines = [("problem", _describe(problem)), ("GPU", _describe_gpu(limits))]
+    for direction, plan in (("forward", dispatch.plan_forward), ("backward", dispatch.plan_backward)):
+        try:
+            planned = plan(problem, VECTOR_BYTES, limits)
+        except dispatch.UnsupportedError as error:
+            lines.append((direction, str(error)))
+            continue
+        for task, config, origin in planned.configs:
+            lines.append((task, f"{_describe_config(config)}  ({origin})"))
+        for kernel, blocks in planned.launches:
+            lines.append(
+                (
+                    "",
+                    f"{kernel.name} of {kernel.file}: {blocks:,} blocks of {kernel.threads} threads, "
+                    f"{kernel.shared_bytes / 1024:g} KiB of shared memory each",
+                )
+            )
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {line}" for name, line in lines)
+
+
+def _parse(description: str) -> dict[str, str]:
+    given = {}
+    for part in description.split():
+        key, has_value, value = part.partition("=")
+        if key not in SIZES + NUMBERS + WORDS:
+            raise ValueError(f"unknown key {key!r}; expected {', '.join(SIZES + NUMBERS + WORDS)}")
+        if not has_value and key not in ("causal", "deterministic"):
+            raise ValueError(f"{key} needs a value: {key}=...")
+        given[key] = value
+    return given
+
+
+def _problem(given: dict[str, str]) -> Problem:
+    sizes = DEFAULTS | {key: _number(int, key, given[key]) for key in SIZES if key in given}
+    numbers = {key: _number(float, key, given[key]) for key in NUMBERS if key in given}
+    dtype = given.get("dtype", "float16")
+    if dtype not in GPU_DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(GPU_DTYPES)}")
+    causal = given.get("causal", "False") or "True"
+
+    def array(seqlen: str, heads: str, head_dim: str) -> Any:
+        shape = (
+            sizes["B"],
+            sizes.get(seqlen, sizes["S"]),
+            sizes.get(heads, sizes["H"]),
+            sizes.get(head_dim, sizes["D"]),
+        )
+        return SimpleNamespace(shape=shape, dtype=dtype)
+
+    return Problem.of(
+        array("Sq", "H", "D"),
+        array("Sk", "Hk", "D"),
+        array("Sk", "Hk", "Dv"),
+        causal={"True": True, "False": False}.get(causal, causal),
+        window=_window(given["window"]) if "window" in given else None,
+        precision=given.get("precision"),
+        deterministic=given.get("deterministic", "False") in ("", "True"),
+        **numbers,
+    )
+
+
+def _number(kind: Callable[[str], Any], key: str, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{key} is {text!r}; expected a number") from None
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    sides = text.split(",")
+    if len(sides) != 2:
+        raise ValueError(f"window is {text!r}; expected LEFT,RIGHT, either of them an integer or None")
+    left, right = (None if side in ("", "None") else _number(int, "window", side) for side in sides)
+    return left, right
+
+
+def _describe(problem: Problem) -> str:
+    p = problem
+    options = [
+        f"scale {p.scale:g}",
+        *([_describe_band(p.band)] if p.band != Band(None, None) else []),
+        *([f"softcap {p.softcap:g}"] if p.softcap else []),
+        *([p.precision] if p.dtype == "float32" else []),
+        *(["deterministic"] if p.deterministic else []),
+    ]
+    return (
+        f"B={p.batch} Sq={p.seqlen_q} Sk={p.seqlen_k} H={p.num_heads} Hk={p.num_kv_heads} D={p.head_dim} "
+        f"Dv={p.head_dim_v} {p.dtype}, {', '.join(options)}"
+    )
+
+
+def _describe_band(band: Band) -> str:
+    first = "" if band.first is None else f"{band.first} <= "
+    last = "" if band.last is None else f" <= {band.last}"
+    return f"visible {first}j - i{last}"
+
+
+def _describe_gpu(limits: Limits) -> str:
+    return (
+        f"{limits.name}: sm_{limits.arch}, {limits.sm_count} multiprocessors, "
+        f"{limits.shared_bytes / 1024:g} KiB of shared memory per block"
+    )
+
+
+def _describe_config(config: TileConfig) -> str:
+    """The family, and the numbers that are not at their default."""
+    numbers = [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in fields(config)
+        if field.name != "family" and getattr(config, field.name) != field.default
+    ]
+    return f"{config.family} {' '.join(numbers)}"

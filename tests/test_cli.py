@@ -1,0 +1,79 @@
+"""The command line says what is there, and plans for GPUs that are not."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash.cli import main
+from cupyflash.cli.explain import GPUS, explain
+
+
+def no_gpu():
+    raise RuntimeError("there is no GPU")
+
+
+def test_info_names_versions_and_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main(["info"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"^cupyflash +{cupyflash.__version__} in ", said, re.MULTILINE)
+    assert re.search(rf"^numpy +{re.escape(np.__version__)}$", said, re.MULTILINE)
+    assert 'pip install "cupyflash[cuda' in said
+
+
+def test_info_survives_a_broken_installation(capsys, monkeypatch):
+    cupy = pytest.importorskip("cupy")
+
+    def broken(*_):
+        raise OSError("libnvrtc.so: cannot open shared object file")
+
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", broken)
+    assert main(["info"]) == 0
+    assert "unknown (OSError: libnvrtc.so" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_explain_plans_within_the_limits_of_every_gpu(gpu):
+    said = explain(f"B=8 S=256 H=12 D=128 causal gpu={gpu}", no_gpu)
+    assert "B=8 Sq=256 Sk=256 H=12 Hk=12 D=128 Dv=128 float16, scale 0.0883883, visible j - i <= 0" in said
+    assert re.search(r"^forward +mma Br=\d+ Bc=\d+ warps=\d+.*\((tuned|heuristic)\)$", said, re.MULTILINE)
+    assert re.search(r"^backward", said, re.MULTILINE)
+    needed = [float(kib) for kib in re.findall(r"threads, ([\d.]+) KiB", said)]
+    assert 0 < max(needed) <= GPUS[gpu].shared_bytes / 1024
+
+
+def test_explain_takes_every_option():
+    said = explain(
+        "Sq=1 Sk=100 Hk=2 H=8 Dv=32 scale=-1 softcap=30 window=7,None dtype=float32 precision=tf32 gpu=A100", no_gpu
+    )
+    assert "Sq=1 Sk=100 H=8 Hk=2 D=64 Dv=32 float32, scale -1, visible 92 <= j - i, softcap 30, tf32" in said
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ("seqlen=4", "unknown key 'seqlen'"),
+        ("S=many gpu=H200", "S is 'many'; expected a number"),
+        ("S= gpu=H200", "S is ''; expected a number"),
+        ("S gpu=H200", "S needs a value"),
+        ("H=3 Hk=2 gpu=H200", "num_heads must be a multiple of num_kv_heads"),
+        ("window=3 gpu=H200", "expected LEFT,RIGHT"),
+        ("dtype=float64 gpu=H200", "expected one of float16, bfloat16, float32"),
+        ("causal=maybe gpu=H200", "causal is 'maybe'"),
+        ("gpu=H2000", "expected one of T4, "),
+        ("S=64", "there is no GPU; or name a GPU to plan for"),
+    ],
+)
+def test_explain_says_what_is_wrong(description, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        explain(description, no_gpu)
+
+
+def test_a_wrong_description_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["info", "--explain", "colour=blue"])
+    assert stopped.value.code == 2
+    assert "unknown key 'colour'" in capsys.readouterr().err
