@@ -37,7 +37,7 @@ def largest_differences(device="cpu", dtype=torch.float32):
     q, k, v = (x.transpose(1, 2) for x in leaves)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     theirs = out, *torch.autograd.grad(out, leaves, dout)
-    return [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    return [(a - b).detach().abs().max().item() for a, b in zip(ours, theirs, strict=True)]
 
 
 if __name__ == "__main__":
