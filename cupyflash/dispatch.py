@@ -6,6 +6,7 @@ The choice of tiles is looked up among the measured winners for the GPU model (`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import heuristics, resources
@@ -50,7 +51,7 @@ class Plan:
         launches: (kernel, number of blocks).
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
         dq_floats: float32 workspace in which dQ is summed; 0 where dQ has a kernel of its own.
-        configs: the tiles chosen per task, and where each choice comes from ("tuned" or "heuristic").
+        configs: the tiles chosen per task, and where each choice comes from ("tuned", "heuristic" or "given").
     """
 
     launches: tuple[tuple[Kernel, int], ...]
@@ -59,12 +60,17 @@ class Plan:
     configs: tuple[tuple[Task, TileConfig, str], ...]
 
 
-def choose(task: Task, problem: Problem, limits: Limits) -> tuple[TileConfig, str]:
+Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
+
+
+def choose(task: Task, problem: Problem, limits: Limits, given: Given | None = None) -> tuple[TileConfig, str]:
     """The tiles for a task, and where the choice comes from.
 
     Raises:
         UnsupportedError: nothing fits the GPU.
     """
+    if given and task in given:
+        return given[task], "given"
     tuned = store.find(task, problem, limits)
     if tuned is not None and resources.why_illegal(task, tuned, problem, limits) is None:
         return tuned, "tuned"
@@ -79,22 +85,22 @@ def choose(task: Task, problem: Problem, limits: Limits) -> tuple[TileConfig, st
     return found[0], "heuristic"
 
 
-def plan_forward(problem: Problem, vector_bytes: int, limits: Limits) -> Plan:
+def plan_forward(problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None) -> Plan:
     """The one launch of a forward pass. vector_bytes: alignment of all pointers, strides and rows, at most 16."""
-    config, origin = choose("forward", problem, limits)
+    config, origin = choose("forward", problem, limits, given)
     kernel = _kernel("forward", config, problem, vector_bytes, limits)
     return Plan(
         ((kernel, _query_blocks(problem, config)),), delta_floats=0, dq_floats=0, configs=(("forward", config, origin),)
     )
 
 
-def plan_backward(problem: Problem, vector_bytes: int, limits: Limits) -> Plan:
+def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None) -> Plan:
     """The launches of a backward pass: per-row preparation, the main kernel, and dQ."""
     summed = not problem.deterministic and any(
         config.family == "mma" for config in heuristics.candidates("backward", problem, limits)
     )
     task: Task = "backward" if summed else "backward_dkv"
-    config, origin = choose(task, problem, limits)
+    config, origin = choose(task, problem, limits, given)
     main = _kernel(task, config, problem, vector_bytes, limits)
     rows = Kernel(main.file, "backward_rows", main.defines, config.threads, 0)
     query_blocks = _query_blocks(problem, config)
@@ -111,7 +117,7 @@ def plan_backward(problem: Problem, vector_bytes: int, limits: Limits) -> Plan:
             query_blocks * config.Br * tile_d,
             ((task, config, origin),),
         )
-    dq_config, dq_origin = choose("backward_dq", problem, limits)
+    dq_config, dq_origin = choose("backward_dq", problem, limits, given)
     dq = _kernel("backward_dq", dq_config, problem, vector_bytes, limits)
     return Plan(
         ((rows, query_blocks), (main, key_blocks), (dq, _query_blocks(problem, dq_config))),

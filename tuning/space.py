@@ -1,0 +1,36 @@
+"""Every tile configuration that could run a task on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ..problem import Problem
+from ..resources import Limits, registers, why_illegal
+from ..tiles import Task, TileConfig
+
+_SPARE_REGISTERS = 24  # fewer left for addresses and operands than this, and everything spills
+
+
+def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
+    """The legal tensor-core configurations of a task, in a fixed order."""
+    return [
+        config
+        for config in _all(task)
+        if why_illegal(task, config, problem, limits) is None
+        and registers(task, config, problem) <= min(255, 65536 // config.threads // config.blocks_per_sm) - _SPARE_REGISTERS
+    ]
+
+
+def _all(task: Task) -> Iterator[TileConfig]:
+    if task == "forward":
+        for Br, Bc, warps, blocks in product((64, 128, 256), (32, 64, 96, 128), (4, 8), (1, 2)):
+            yield TileConfig("mma", Br, Bc, warps, blocks_per_sm=blocks)
+    elif task == "backward_dq":
+        for Br, Bc, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (1, 2)):
+            yield TileConfig("mma", Br, Bc, warps, stages)
+    else:
+        dq_splits = (1, 2, 4) if task == "backward" else (1,)
+        for Br, Bc, warps, stages in product((32, 64, 128), (64, 128), (4, 8), (1, 2)):
+            for score, dq in product((1, 2, 4), dq_splits):
+                yield TileConfig("mma", Br, Bc, warps, stages, 1, score, score, dq)
