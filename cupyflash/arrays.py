@@ -65,24 +65,16 @@ def adopt(name: str, array: Array) -> Array:
         native.add(kind)
         return array
 
-    library = library_of(array)
     try:
-        if library == "torch":
-            return _from_torch(name, array)
-        device = array.__dlpack_device__()[0] if hasattr(array, "__dlpack_device__") else None
-        if device in _HOST_DEVICES:
-            # JAX passes bfloat16 through the buffer protocol only; both ways share its memory
-            return np.asarray(array) if library == "jax" else np.from_dlpack(array)
-        if device in _CUDA_DEVICES:
-            return require_cupy(f"{name} is on a GPU and").from_dlpack(array)
-        if hasattr(array, "__cuda_array_interface__"):
-            return require_cupy(f"{name} is on a GPU and").asarray(array)
-    except (BufferError, NotImplementedError, RuntimeError, ValueError) as error:
+        view = _shared(name, array)
+    except (BufferError, NotImplementedError, RuntimeError) as error:
         raise TypeError(f"{name} is a {_type_name(array)} that cannot be shared: {error}") from error
-    raise TypeError(
-        f"{name} is a {_type_name(array)}; expected a CuPy or NumPy array, or one that shares its memory through "
-        "DLPack or __cuda_array_interface__"
-    )
+    if view is None:
+        raise TypeError(
+            f"{name} is a {_type_name(array)}; expected a CuPy or NumPy array, or one that shares its memory through "
+            "DLPack or __cuda_array_interface__"
+        )
+    return view
 
 
 def hand_back(result: Array | None, library: str | None) -> Array | None:
@@ -176,6 +168,22 @@ def bfloat16(name: str) -> Any:
         raise ImportError(
             f"{name} is bfloat16, which NumPy and CuPy take from ml_dtypes; pip install ml_dtypes"
         ) from error
+
+
+def _shared(name: str, array: Array) -> Array | None:
+    """The NumPy or CuPy array over the memory of another library's array; None if there is no way."""
+    library = library_of(array)
+    if library == "torch":
+        return _from_torch(name, array)
+    device = array.__dlpack_device__()[0] if hasattr(array, "__dlpack_device__") else None
+    if device in _HOST_DEVICES:
+        # JAX passes bfloat16 through the buffer protocol only; both ways share its memory
+        return np.asarray(array) if library == "jax" else np.from_dlpack(array)
+    if device in _CUDA_DEVICES:
+        return require_cupy(f"{name} is on a GPU and").from_dlpack(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return require_cupy(f"{name} is on a GPU and").asarray(array)
+    return None
 
 
 def _from_torch(name: str, tensor: Array) -> Array:
