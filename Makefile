@@ -14,13 +14,11 @@ JOBS ?= 2
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]* Version: *\([0-9][0-9]*\).*/\1/p' | head -n 1)
 
 ifeq ($(VENV),none)
-BIN :=
 PY := $(PYTHON)
 STAMPS := build/stamps
 skip_without = $(PY) -c 'import $(1)' 2>/dev/null || { echo "$(1) is not installed: skipped"; exit 0; };
 else
-BIN := $(VENV)/bin/
-PY := $(BIN)python
+PY := $(VENV)/bin/python
 STAMPS := $(VENV)/stamps
 skip_without =
 endif
@@ -40,7 +38,7 @@ lint: $(STAMPS)/test
 	$(call skip_without,ruff) $(PY) -m ruff check
 	$(call skip_without,ruff) $(PY) -m ruff format --check
 	$(call skip_without,mypy) $(PY) -m mypy build/typecheck/cupyflash
-	$(call skip_without,clang_format) find kernels_cu tests -name '*.cu' -o -name '*.cuh' | xargs $(BIN)clang-format --dry-run --Werror
+	$(call skip_without,clang_format) find kernels_cu tests -name '*.cu' -o -name '*.cuh' | xargs $(PY) -c 'import clang_format as c; c.clang_format()' --dry-run --Werror
 
 bench: $(STAMPS)/test
 	$(if $(filter none,$(VENV)),,$(PIP) -e '.[bench]')
@@ -48,7 +46,7 @@ bench: $(STAMPS)/test
 	$(PY) benchmarks/attention.py --device $(if $(CUDA),gpu,cpu) --out build/bench.csv --plot build/bench.png
 
 docs: $(STAMPS)/docs
-	$(BIN)mkdocs build --strict --site-dir build/site
+	$(PY) -m mkdocs build --strict --site-dir build/site
 
 venv: $(STAMPS)/test
 
