@@ -201,10 +201,11 @@ def attention_vjp(
     """``attention`` and the function that pulls a gradient of its result back to q, k and v.
 
     Args:
-        q, k, v, and the options: as in ``attention``. They are kept, not copied: do not change them before calling vjp.
+        q, k, v, causal, scale, layout, window, softcap, deterministic, precision, device: as in ``attention``.
 
     Returns:
-        (out, vjp); vjp(dout) returns (dq, dk, dv) and can be called more than once.
+        (out, vjp); vjp(dout) returns (dq, dk, dv) and can be called more than once. It keeps q, k, v and out, not copies
+        of them: change none of these in place before the last call.
 
     Raises:
         TypeError, ValueError, ImportError: as ``attention`` does.
@@ -335,14 +336,15 @@ def _resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
     """The checked form of a call, remembered under all that the checks depend on."""
     key = (type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options)
     try:
-        return _calls[key]
-    except KeyError:
-        call = _checked_call(q, k, v, options)
+        call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed, such as a list for window
-        return _checked_call(q, k, v, options)
-    if len(_calls) >= _CALLS_KEPT:
-        _calls.clear()
-    _calls[key] = call
+        key = call = None
+    if call is None:
+        call = _checked_call(q, k, v, options)
+        if len(_calls) >= _CALLS_KEPT:
+            _calls.clear()
+        if key is not None:
+            _calls[key] = call
     return call
 
 
