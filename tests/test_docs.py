@@ -1,4 +1,4 @@
-"""The examples in README, docs and docstrings do what they say, on NumPy arrays."""
+"""The examples in README and docs do what they say, on NumPy arrays."""
 
 import doctest
 import inspect
@@ -12,22 +12,15 @@ import cupyflash
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT) for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-
-
-def run(examples: str, name: str, names: dict) -> int:
-    """Runs a text's examples and returns how many there were; the first failure's report is raised."""
-    test = doctest.DocTestParser().get_doctest(examples, names, name, name, 0)
-    report = []
-    outcome = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append)
-    assert not outcome.failed, "".join(report)
-    return outcome.attempted
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_examples_of_a_page(page):
-    blocks = PYTHON_BLOCK.findall((ROOT / page).read_text())
-    run("\n".join(block for block in blocks if ">>>" in block), str(page), {})
+    blocks = [block for block in PYTHON_BLOCK.findall((ROOT / page).read_text()) if ">>>" in block]
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, str(page), str(page), 0)
+    report = []
+    doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=report.append)
+    assert not report, "".join(report)
 
 
 def test_quickstart_has_examples():
@@ -37,9 +30,9 @@ def test_quickstart_has_examples():
 
 
 @pytest.mark.parametrize("name", cupyflash.__all__)
-def test_examples_of_public_functions(name):
-    """Each has one, and it stands alone: it imports what it uses."""
-    assert run(inspect.getdoc(getattr(cupyflash, name)), name, {}) > 0
+def test_public_functions_show_an_example(name):
+    """test_api.py runs them; this finds a function that came without."""
+    assert ">>> " in inspect.getdoc(getattr(cupyflash, name))
 
 
 def test_links_between_pages_lead_somewhere():
