@@ -204,8 +204,8 @@ def attention_vjp(
         q, k, v, causal, scale, layout, window, softcap, deterministic, precision, device: as in ``attention``.
 
     Returns:
-        (out, vjp); vjp(dout) returns (dq, dk, dv) and can be called more than once. It keeps q, k, v and out themselves,
-        not copies: change none of them in place before the last call.
+        (out, vjp); vjp(dout) returns (dq, dk, dv) and can be called more than once. It keeps q, k, v and out,
+        not copies of them: change none of these in place before the last call.
 
     Raises:
         TypeError, ValueError, ImportError: as ``attention`` does.
