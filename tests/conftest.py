@@ -1,6 +1,22 @@
-"""Tests marked gpu are skipped, with the reason, where there is none."""
+"""The backends, as a fixture; tests marked gpu are skipped, with the reason, where there is none."""
 
 import pytest
+from backends import BACKENDS
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("emulated", marks=pytest.mark.emulated),
+    ]
+)
+def backend(request):
+    """Each of what computes attention: a test that takes this runs on all of them."""
+    backend = BACKENDS[request.param]
+    if reason := backend.missing():
+        pytest.skip(reason)
+    return backend
 
 
 def gpu_is_missing():

@@ -1,0 +1,203 @@
+"""Right answers from outside, and how near to them a result must be. Shared by all tests of attention.
+
+A result is compared with float64 and may be off by what a naive implementation in the same dtype is off by, times a
+factor, plus a constant. The factor and the constants are fixed: no test widens them.
+"""
+
+import functools
+import importlib.util
+
+import ml_dtypes
+import numpy as np
+
+from cupyflash.reference import (
+    by_head,
+    reference_backward,
+    reference_forward,
+    repeat_heads,
+    sum_groups,
+    visible_pairs,
+)
+
+# kind: (factor, constant)
+TOLERANCES = {"forward": (2, 1e-5), "gradient": (3, 1e-3)}
+LSE_ABSOLUTE, LSE_RELATIVE = 1e-5, 1e-6
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+def max_error(got, reference):
+    """The largest error among the elements that are finite in both."""
+    got, reference = np.asarray(got, np.float64), np.asarray(reference, np.float64)
+    both = np.isfinite(got) & np.isfinite(reference)
+    return np.abs(np.where(both, got, 0) - np.where(both, reference, 0)).max(initial=0.0)
+
+
+def assert_same_strangeness(got, reference, what="result"):
+    """NaN, inf and -inf are at the same positions."""
+    got, reference = np.asarray(got, np.float64), np.asarray(reference, np.float64)
+    assert got.shape == reference.shape, f"{what} has shape {got.shape}, expected {reference.shape}"
+    for name, of in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(of(got) != of(reference))
+        assert not len(wrong), f"{what} differs in {name} at {len(wrong)} places, the first at {tuple(wrong[0])}"
+
+
+def assert_close(got, reference, naive, kind="forward", what="result"):
+    """The rule: error <= factor * error of the naive computation + constant."""
+    assert_same_strangeness(got, reference, what)
+    factor, constant = TOLERANCES[kind]
+    error, allowed = max_error(got, reference), factor * max_error(naive, reference) + constant
+    assert error <= allowed, f"{what} is off by {error:.3g}, allowed is {allowed:.3g}"
+
+
+def assert_lse_close(got, reference):
+    """LSE has its own rule, whatever the dtype of the data."""
+    assert_same_strangeness(got, reference, "lse")
+    got, reference = np.asarray(got, np.float64), np.asarray(reference, np.float64)
+    finite = np.isfinite(reference)
+    error = np.abs(got[finite] - reference[finite])
+    wrong = error > np.maximum(LSE_ABSOLUTE, LSE_RELATIVE * np.abs(reference[finite]))
+    assert not wrong.any(), f"lse is off by {error[wrong].max():.3g}"
+
+
+def assert_bitwise(got, expected, what="result"):
+    """Equal in every bit, NaN and the sign of zero included."""
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    same = np.ascontiguousarray(got).view(np.uint8) == np.ascontiguousarray(expected).view(np.uint8)
+    assert same.all(), f"{what} differs in {np.count_nonzero(~same)} bytes, by at most {max_error(got, expected):.3g}"
+
+
+# ---- a naive implementation in the dtype of the data: every intermediate array is rounded to it
+
+
+def _working(dtype):
+    """(dtype to compute in, function that rounds to the dtype of the data)."""
+    dtype = DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
+    compute = np.float64 if dtype == np.float64 else np.float32
+    return compute, lambda x: np.asarray(x).astype(dtype).astype(compute)
+
+
+def _naive_softmax(problem, Q, K, compute, rounded):
+    visible = visible_pairs(problem)
+    S = rounded(rounded(Q @ K.swapaxes(-1, -2)) * compute(problem.scale))
+    slope = compute(1)
+    if problem.softcap:
+        t = rounded(np.tanh(S / compute(problem.softcap)))
+        S, slope = rounded(compute(problem.softcap) * t), rounded(1 - t * t)
+    S = np.where(visible, S, compute(-np.inf))
+    m = S.max(axis=-1, keepdims=True, initial=-np.inf)
+    P = np.exp(S - np.where(np.isneginf(m), 0, m))
+    l = P.sum(axis=-1, keepdims=True)
+    return rounded(P / np.where(l == 0, 1, l)), slope
+
+
+def naive_forward(problem, q, k, v, dtype=None):
+    """Attention as one would write it in ``dtype`` (that of the problem by default); float64 arrays of its values."""
+    compute, rounded = _working(dtype or problem.dtype)
+    with np.errstate(all="ignore"):
+        Q, K, V = (
+            rounded(x) for x in (by_head(q), repeat_heads(problem, by_head(k)), repeat_heads(problem, by_head(v)))
+        )
+        P, _ = _naive_softmax(problem, Q, K, compute, rounded)
+        return rounded(P @ V).swapaxes(1, 2).astype(np.float64)
+
+
+def naive_backward(problem, dout, q, k, v, dtype=None):
+    """The gradients as one would write them in ``dtype``."""
+    compute, rounded = _working(dtype or problem.dtype)
+    with np.errstate(all="ignore"):
+        Q, K, V, dO = (
+            rounded(x)
+            for x in (by_head(q), repeat_heads(problem, by_head(k)), repeat_heads(problem, by_head(v)), by_head(dout))
+        )
+        P, slope = _naive_softmax(problem, Q, K, compute, rounded)
+        dV = rounded(P.swapaxes(-1, -2) @ dO)
+        dP = rounded(dO @ V.swapaxes(-1, -2))
+        dS = rounded(P * (dP - (P * dP).sum(axis=-1, keepdims=True)))
+        dS = rounded(rounded(dS * slope) * compute(problem.scale))
+        dQ, dK = rounded(dS @ K), rounded(dS.swapaxes(-1, -2) @ Q)
+        gradients = dQ, rounded(sum_groups(problem, dK)), rounded(sum_groups(problem, dV))
+        return tuple(x.swapaxes(1, 2).astype(np.float64) for x in gradients)
+
+
+def check(backend, problem, q, k, v, gradients=True, seed=0):
+    """A backend's results against float64, by the rule; returns (out, lse), followed by (dq, dk, dv) if asked for."""
+    out, lse = backend.forward(problem, q, k, v)
+    expected, expected_lse = reference_forward(problem, q, k, v)
+    assert out.dtype == q.dtype
+    assert_close(out, expected, naive_forward(problem, q, k, v), what="out")
+    assert_lse_close(lse, expected_lse)
+    if not gradients:
+        return out, lse
+    dout = np.random.default_rng(seed).standard_normal(out.shape).astype(out.dtype)
+    results = backend.backward(problem, dout, q, k, v, out, lse)
+    expected = reference_backward(problem, dout, q, k, v)
+    naive = naive_backward(problem, dout, q, k, v)
+    for name, *three in zip(("dq", "dk", "dv"), results, expected, naive, strict=True):
+        assert three[0].dtype == q.dtype
+        assert_close(*three, kind="gradient", what=name)
+    return out, lse, *results
+
+
+# ---- other people's implementations
+
+
+@functools.lru_cache
+def _onnx_model(softcap):
+    from onnx import TensorProto, helper
+    from onnx.defs import onnx_opset_version
+    from onnx.reference import ReferenceEvaluator
+
+    node = helper.make_node("Attention", ["q", "k", "v", "mask"], ["out"], scale=1.0, softcap=softcap)
+    shapes = {name: ["b", f"h{name}", f"s{name}", f"d{name}"] for name in ("q", "k", "v")} | {"mask": ["sq", "sk"]}
+    kinds = dict.fromkeys("qkv", TensorProto.DOUBLE) | {"mask": TensorProto.BOOL}
+    inputs = [helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in shapes.items()]
+    output = helper.make_tensor_value_info("out", TensorProto.DOUBLE, None)
+    graph = helper.make_graph([node], "attention", inputs, [output])
+    opset = helper.make_opsetid("", onnx_opset_version())
+    return ReferenceEvaluator(helper.make_model(graph, opset_imports=[opset]))
+
+
+def onnx_attention(problem, q, k, v):
+    """out of ONNX's Attention operator, computed by the implementation in NumPy that the onnx package ships; float64.
+
+    The mask goes in as booleans: ONNX aligns its own causal mask at the top left unless there is a cache. The scale is
+    put on q: ONNX keeps its own in float32 and takes its root.
+    """
+    q, k, v = (by_head(x) for x in (q, k, v))
+    feed = {"q": problem.scale * q, "k": k, "v": v, "mask": visible_pairs(problem).copy()}
+    (out,) = _onnx_model(problem.softcap).run(None, feed)
+    return out.swapaxes(1, 2)
+
+
+def torch_is_missing():
+    """Why torch cannot be asked; empty if it can."""
+    return "" if importlib.util.find_spec("torch") else "torch is not installed"
+
+
+def torch_attention(problem, q, k, v, dout=None):
+    """out of torch's scaled_dot_product_attention on the CPU in float64; with dout, (out, dq, dk, dv).
+
+    It has no softcap, and rows that see no key are its own affair: leave both out.
+    """
+    import torch
+
+    leaves = [torch.from_numpy(by_head(x)).requires_grad_(dout is not None) for x in (q, k, v)]
+    Q, K, V = leaves
+    out = torch.nn.functional.scaled_dot_product_attention(
+        Q,
+        K.repeat_interleave(problem.group, dim=1),
+        V.repeat_interleave(problem.group, dim=1),
+        attn_mask=torch.from_numpy(visible_pairs(problem).copy()),
+        scale=problem.scale,
+    )
+    if dout is None:
+        return out.numpy().swapaxes(1, 2)
+    out.backward(torch.from_numpy(by_head(dout)))
+    return tuple(x.detach().numpy().swapaxes(1, 2) for x in (out, *(leaf.grad for leaf in leaves)))
