@@ -109,7 +109,11 @@ DEVICE bool hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query,
     return nonfinite;
 }
 
-KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) { prepare_rows<kSumDq>(params); }
+KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) {
+    prepare_rows(params);
+    if constexpr (kSumDq)
+        clear_dq_sum(params);
+}
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) params) {
     SharedStorage& shared = shared_storage<SharedStorage>();
@@ -280,14 +284,12 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
 /// dQ = scale * its float32 sum, one query tile of one head per block.
 KERNEL(kThreads, 1) void backward_dq_store(PARAMS(BackwardParams) params) {
     auto& tile_dq = *reinterpret_cast<SharedTile<Element, kBr, kD>*>(dynamic_shared_memory);
-    const i32 tiles = query_tile_count(params);
-    const i32 index = static_cast<i32>(block_index());
-    const i32 tile = index % tiles, head = index / tiles % params.num_heads, batch = index / tiles / params.num_heads;
+    const QueryTile tile(params);
     DqTile dQ;
-    load_dq_sum(dq_sum_tile(params, batch, head, tile), dQ);
+    load_dq_sum(dq_sum_tile(params, tile.batch, tile.head, tile.index), dQ);
     dQ.multiply(params.scale);
     store_accumulator(tile_dq, dQ, dq_first_row(), dq_first_col());
     block_sync();
-    store_tile<kHeadDim>(tile_dq, params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride,
-                         params.dq_row_stride, tile * static_cast<i32>(kBr), params.seqlen_q);
+    store_tile<kHeadDim>(tile_dq, params.dq + tile.batch * params.dq_batch_stride + tile.head * params.dq_head_stride,
+                         params.dq_row_stride, tile.index * static_cast<i32>(kBr), params.seqlen_q);
 }

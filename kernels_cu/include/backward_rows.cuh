@@ -1,29 +1,26 @@
-// What the backward needs of every query row before its main kernel: delta = sum over dims of O * dO (fp32), and, where dQ
-// is summed by reductions, zeros to sum into.
+// What the backward needs of every query row before its main kernel: delta = sum over dims of O * dO (fp32).
 #pragma once
-#include "dq_sum.cuh"
 #include "params.cuh"
 #include "platform/convert.cuh"
 #include "platform/cp_async.cuh"
+#include "platform/thread.cuh"
+#include "query_tile.cuh"
 #include "traits.cuh"
 
 constexpr u32 kLanesPerRow = 8;
 
 /// One query tile of one head; all threads of the block.
-template <bool kClearSum>
 DEVICE void prepare_rows(const BackwardParams& params) {
     using Piece = typename Word<kVectorBytes>::type;
     constexpr u32 kPieceElements = kVectorBytes / sizeof(Element);
-    const i32 tiles = query_tile_count(params);
-    const i32 index = static_cast<i32>(block_index());
-    const i32 tile = index % tiles, head = index / tiles % params.num_heads, batch = index / tiles / params.num_heads;
-    const Element* out = params.out + batch * params.out_batch_stride + head * params.out_head_stride;
-    const Element* dout = params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride;
-    float* delta = params.delta + (static_cast<i64>(batch) * params.num_heads + head) * params.seqlen_q;
+    const QueryTile tile(params);
+    const Element* out = params.out + tile.batch * params.out_batch_stride + tile.head * params.out_head_stride;
+    const Element* dout = params.dout + tile.batch * params.dout_batch_stride + tile.head * params.dout_head_stride;
+    float* delta = params.delta + (static_cast<i64>(tile.batch) * params.num_heads + tile.head) * params.seqlen_q;
 
     const u32 lane = thread_index() % kLanesPerRow;
     for (u32 row = thread_index() / kLanesPerRow; row < kBr; row += kThreads / kLanesPerRow) {
-        const i32 query = tile * static_cast<i32>(kBr) + static_cast<i32>(row);
+        const i32 query = tile.index * static_cast<i32>(kBr) + static_cast<i32>(row);
         float sum = 0.0f;
         if (query < params.seqlen_q)
 #pragma unroll 4
@@ -40,10 +37,5 @@ DEVICE void prepare_rows(const BackwardParams& params) {
             sum += shuffle_xor(sum, mask);
         if (lane == 0 && query < params.seqlen_q)
             delta[query] = sum;
-    }
-    if constexpr (kClearSum) {
-        uint4* sum = reinterpret_cast<uint4*>(dq_sum_tile(params, batch, head, tile));
-        for (u32 n = thread_index(); n < kBr * kD / 4; n += kThreads)
-            sum[n] = uint4{};
     }
 }

@@ -7,11 +7,11 @@
 
 /// Calls body(row, col) for this thread's share of the kVectorBytes-wide pieces of a tile; pieces of a row go to
 /// neighbouring threads, so that global accesses coalesce.
-template <typename T, u32 kRows, u32 kCols, typename Body>
+template <typename Tile, typename Body>
 DEVICE void for_each_piece(Body body) {
-    constexpr u32 kPieceElements = kVectorBytes / sizeof(T);
-    constexpr u32 kPiecesPerRow = kCols / kPieceElements;
-    constexpr u32 kPieces = kRows * kPiecesPerRow;
+    constexpr u32 kPieceElements = kVectorBytes / sizeof(typename Tile::Element);
+    constexpr u32 kPiecesPerRow = Tile::kCols / kPieceElements;
+    constexpr u32 kPieces = Tile::kRows * kPiecesPerRow;
     const u32 first = opaque(thread_index());
     if constexpr (kPieces % kThreads == 0 && kThreads % kPiecesPerRow == 0) {
         // Every thread keeps its column and walks down the rows.
@@ -29,24 +29,24 @@ DEVICE void for_each_piece(Body body) {
 
 /// Starts copying rows first_row .. of a matrix with kColsUsed columns into the tile; rows at or beyond row_end, and the
 /// tile's columns beyond kColsUsed, become zero. `global` is the matrix's row 0; strides in elements, any sign.
-template <u32 kColsUsed, typename T, u32 kRows, u32 kCols>
-DEVICE void load_tile(SharedTile<T, kRows, kCols>& tile, const T* global, i64 row_stride, i32 first_row, i32 row_end) {
-    const T* base = global + first_row * row_stride;
+template <u32 kColsUsed, typename Tile>
+DEVICE void load_tile(Tile& tile, const typename Tile::Element* global, i64 row_stride, i32 first_row, i32 row_end) {
+    const auto* base = global + first_row * row_stride;
     const i32 rows_left = row_end - first_row;
-    for_each_piece<T, kRows, kCols>([&](u32 row, u32 col) {
-        const bool valid = static_cast<i32>(row) < rows_left && (kColsUsed == kCols || col < kColsUsed);
+    for_each_piece<Tile>([&](u32 row, u32 col) {
+        const bool valid = static_cast<i32>(row) < rows_left && (kColsUsed == Tile::kCols || col < kColsUsed);
         copy_async<kVectorBytes>(tile.pointer(row, col), valid ? base + row * row_stride + col : global, valid);
     });
 }
 
 /// Writes the tile's rows below row_end and its first kColsUsed columns to the matrix.
-template <u32 kColsUsed, typename T, u32 kRows, u32 kCols>
-DEVICE void store_tile(const SharedTile<T, kRows, kCols>& tile, T* global, i64 row_stride, i32 first_row, i32 row_end) {
+template <u32 kColsUsed, typename Tile>
+DEVICE void store_tile(const Tile& tile, typename Tile::Element* global, i64 row_stride, i32 first_row, i32 row_end) {
     using Piece = typename Word<kVectorBytes>::type;
-    T* base = global + first_row * row_stride;
+    auto* base = global + first_row * row_stride;
     const i32 rows_left = row_end - first_row;
-    for_each_piece<T, kRows, kCols>([&](u32 row, u32 col) {
-        if (static_cast<i32>(row) < rows_left && (kColsUsed == kCols || col < kColsUsed))
+    for_each_piece<Tile>([&](u32 row, u32 col) {
+        if (static_cast<i32>(row) < rows_left && (kColsUsed == Tile::kCols || col < kColsUsed))
             *reinterpret_cast<Piece*>(base + row * row_stride + col) =
                 *reinterpret_cast<const Piece*>(tile.pointer(row, col));
     });

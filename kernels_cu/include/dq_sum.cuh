@@ -5,6 +5,7 @@
 #include "params.cuh"
 #include "platform/reduce.cuh"
 #include "platform/thread.cuh"
+#include "query_tile.cuh"
 #include "traits.cuh"
 #include "warp_gemm.cuh"
 
@@ -18,13 +19,17 @@ using DqTile = Accumulator<kDqM, kDqN, kWarpsDqD>;
 DEVICE u32 dq_first_row() { return warp_index() / kWarpsDqD * (16 * kDqM); }
 DEVICE u32 dq_first_col() { return warp_index() % kWarpsDqD * 16; }
 
-DEVICE i32 query_tile_count(const BackwardParams& params) {
-    return (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);
-}
-
 /// The sum of one query tile: kBr * kD floats.
 DEVICE float* dq_sum_tile(const BackwardParams& params, i32 batch, i32 head, i32 tile) {
     return params.dq_sum + ((static_cast<i64>(batch) * params.num_heads + head) * query_tile_count(params) + tile) * (kBr * kD);
+}
+
+/// Zeros to sum into, for this block's query tile.
+DEVICE void clear_dq_sum(const BackwardParams& params) {
+    const QueryTile tile(params);
+    uint4* sum = reinterpret_cast<uint4*>(dq_sum_tile(params, tile.batch, tile.head, tile.index));
+    for (u32 n = thread_index(); n < kBr * kD / 4; n += kThreads)
+        sum[n] = uint4{};
 }
 
 /// Where this lane's fragment (m, n) lies in the tile's sum.

@@ -8,6 +8,7 @@
 /// two bits; rows of 32 (mod 64) bytes need one.
 template <typename T, u32 kRows_, u32 kCols_>
 struct alignas(128) SharedTile {
+    using Element = T;
     static constexpr u32 kRows = kRows_;
     static constexpr u32 kCols = kCols_;
     static constexpr u32 kChunkElements = 16 / sizeof(T);

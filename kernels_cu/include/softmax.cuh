@@ -2,54 +2,44 @@
 #pragma once
 #include "platform/math.cuh"
 #include "platform/thread.cuh"
-#include "warp_gemm.cuh"
 
 // Up to this exponent, in powers of two, s c - m c may be one fused multiply-add with a rounded m c: the rounding moves all
 // weights of a row alike and by less than 2^-12. Beyond it the difference s - m is taken first, or the rounding alone
 // could overflow.
 constexpr float kFusedExponentLimit = 4096.0f;
 
-/// Maximum and sum over the four lanes that share a row.
-DEVICE float quad_maximum(float x) {
-    x = maximum(x, shuffle_xor(x, 1));
-    return maximum(x, shuffle_xor(x, 2));
-}
-DEVICE float quad_sum(float x) {
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
-}
-
-/// m and l of the rows this lane holds: [m-tile][upper or lower half]. m is in units of the scores, l is this lane's part.
-template <u32 kM>
+/// m and l of the rows this lane holds: [fragment][row in it], as in the tiles S and O. m is in units of the scores, l is
+/// this lane's part.
+template <u32 kM, u32 kFragmentRows = 2>
 struct SoftmaxState {
-    float m[kM][2];
-    float l[kM][2];
+    float m[kM][kFragmentRows];
+    float l[kM][kFragmentRows];
     float unit;  // natural logarithms per score
 
     DEVICE explicit SoftmaxState(float unit_) : unit(unit_) {
 #pragma unroll
         for (u32 i = 0; i < kM; ++i)
-            for (u32 half = 0; half < 2; ++half) {
+            for (u32 half = 0; half < kFragmentRows; ++half) {
                 m[i][half] = -infinity();
                 l[i][half] = 0.0f;
             }
     }
 
     /// S becomes P = exp(S - m); O and l are rescaled to the new m.
-    template <u32 kN, u32 kNO>
-    DEVICE void update(Accumulator<kM, kN>& S, Accumulator<kM, kNO>& O) {
+    template <typename ScoreTile, typename OutputTile>
+    DEVICE void update(ScoreTile& S, OutputTile& O) {
         const float to_log2 = unit * kLog2e;
-        float reference[kM][2];
+        float reference[kM][kFragmentRows];
         bool moved = false, large = false;
 #pragma unroll
         for (u32 i = 0; i < kM; ++i)
 #pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
+            for (u32 half = 0; half < kFragmentRows; ++half) {
                 float row_maximum = m[i][half];
 #pragma unroll
-                for (u32 n = 0; n < kN; ++n)
-                    row_maximum = maximum(row_maximum, maximum(S.x[i][n][2 * half], S.x[i][n][2 * half + 1]));
-                row_maximum = quad_maximum(row_maximum);
+                for (u32 n = 0; n < ScoreTile::kN; ++n)
+                    row_maximum = maximum(row_maximum, S.fragment_maximum(i, n, half));
+                row_maximum = ScoreTile::row_maximum(row_maximum);
                 moved |= row_maximum != m[i][half];
                 // A row that has seen nothing but -inf keeps m = -inf; any finite reference then gives P = 0.
                 reference[i][half] = row_maximum == -infinity() ? 0.0f : row_maximum;
@@ -68,13 +58,13 @@ struct SoftmaxState {
     }
 
     /// Row sums over all lanes, and O divided by them. A row without any weight becomes 0; NaN stays.
-    template <u32 kNO>
-    DEVICE void finish(Accumulator<kM, kNO>& O) {
+    template <typename OutputTile>
+    DEVICE void finish(OutputTile& O) {
 #pragma unroll
         for (u32 i = 0; i < kM; ++i)
 #pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                l[i][half] = quad_sum(l[i][half]);
+            for (u32 half = 0; half < kFragmentRows; ++half) {
+                l[i][half] = OutputTile::row_sum(l[i][half]);
                 scale_of_O[i][half] = l[i][half] == 0.0f ? 0.0f : 1.0f / l[i][half];
             }
         rescale(O);
@@ -86,31 +76,32 @@ struct SoftmaxState {
     }
 
   private:
-    float scale_of_O[kM][2];
+    float scale_of_O[kM][kFragmentRows];
 
-    template <u32 kNO>
-    DEVICE void rescale(Accumulator<kM, kNO>& O) {
+    template <typename OutputTile>
+    DEVICE void rescale(OutputTile& O) {
 #pragma unroll
         for (u32 i = 0; i < kM; ++i)
 #pragma unroll
-            for (u32 n = 0; n < kNO; ++n)
+            for (u32 n = 0; n < OutputTile::kN; ++n)
 #pragma unroll
-                for (u32 e = 0; e < 4; ++e)
-                    O.x[i][n][e] *= scale_of_O[i][e / 2];
+                for (u32 e = 0; e < kFragmentRows * OutputTile::kFragmentCols; ++e)
+                    O.x[i][n][e] *= scale_of_O[i][e / OutputTile::kFragmentCols];
     }
 
-    template <bool kFused, u32 kN>
-    DEVICE void exponentiate(Accumulator<kM, kN>& S, const float (&reference)[kM][2], float to_log2) {
+    template <bool kFused, typename ScoreTile>
+    DEVICE void exponentiate(ScoreTile& S, const float (&reference)[kM][kFragmentRows], float to_log2) {
+        constexpr u32 kCols = ScoreTile::kFragmentCols;
 #pragma unroll
         for (u32 i = 0; i < kM; ++i)
 #pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
+            for (u32 half = 0; half < kFragmentRows; ++half) {
                 const float shift = -reference[i][half] * to_log2;
                 float sum = 0.0f;
 #pragma unroll
-                for (u32 n = 0; n < kN; ++n)
+                for (u32 n = 0; n < ScoreTile::kN; ++n)
 #pragma unroll
-                    for (u32 e = 2 * half; e < 2 * half + 2; ++e) {
+                    for (u32 e = kCols * half; e < kCols * (half + 1); ++e) {
                         const float s = S.x[i][n][e];
                         const float p = exp2_approx(kFused ? multiply_add(s, to_log2, shift)
                                                            : (s - reference[i][half]) * to_log2);

@@ -3,6 +3,7 @@
 #pragma once
 #include "platform/convert.cuh"
 #include "platform/ldmatrix.cuh"
+#include "platform/math.cuh"
 #include "platform/mma.cuh"
 #include "platform/thread.cuh"
 #include "shared_tile.cuh"
@@ -27,6 +28,7 @@ struct Accumulator {
     static constexpr u32 kM = kM_;
     static constexpr u32 kN = kN_;
     static constexpr u32 kSpread = kSpread_;
+    static constexpr u32 kFragmentRows = 2, kFragmentCols = 2;  // of x[m][n], in one lane
     static_assert((kSpread & (kSpread - 1)) == 0, "or the swizzled address would carry");
     float x[kM][kN][4];
 
@@ -60,6 +62,19 @@ struct Accumulator {
     DEVICE static u32 row(u32 m, u32 e) { return 16 * m + lane_index() / 4 + 8 * (e / 2); }
     DEVICE static u32 col(u32 n, u32 e) { return 16 * kSpread * (n / 2) + 8 * (n % 2) + 2 * (lane_index() % 4) + e % 2; }
 
+    /// Maximum of x[m][n] in its upper (0) or lower (1) row.
+    DEVICE float fragment_maximum(u32 m, u32 n, u32 half) const {
+        return maximum(x[m][n][2 * half], x[m][n][2 * half + 1]);
+    }
+    /// Maximum and sum over the four lanes that hold the same rows.
+    DEVICE static float row_maximum(float value) {
+        value = maximum(value, shuffle_xor(value, 1));
+        return maximum(value, shuffle_xor(value, 2));
+    }
+    DEVICE static float row_sum(float value) {
+        value += shuffle_xor(value, 1);
+        return value + shuffle_xor(value, 2);
+    }
 };
 
 /// How the four 8 x 16-byte matrices of one ldmatrix.x4 are laid over a 16-row, two-chunk block.
