@@ -334,7 +334,7 @@ _CALLS_KEPT = 4096  # more than a program has kinds of calls, unless every seque
 
 def _resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
     """The checked form of a call, remembered under all that the checks depend on."""
-    key = (type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options)
+    key: Any = (type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options)
     try:
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed, such as a list for window
