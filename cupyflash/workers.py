@@ -7,6 +7,7 @@ kept; the limit on BLAS threads holds while work runs and is lifted with the las
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import threading
@@ -24,7 +25,6 @@ _lock = threading.Lock()
 _requested: int | None = None
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
-_blas: Any = None  # threadpoolctl's controller: looking for the loaded BLAS libraries takes milliseconds, so only once
 _limit: Any = None
 _limit_users = 0
 
@@ -90,7 +90,9 @@ def run(start: Callable[[], Callable[[Item], None]], items: Sequence[Item], thre
             yield item
 
     def work() -> None:
-        with np.errstate(all="ignore"):  # NaN and infinity are data here: they go where the textbook sends them
+        one_thread = _blas_with_limits_per_thread().limit(limits=1, user_api="blas")
+        # NaN and infinity are data here: they go where the textbook sends them.
+        with one_thread, np.errstate(all="ignore"):
             handle = start()
             for item in take():
                 handle(item)
@@ -123,15 +125,16 @@ def _submit(work: Callable[[], None], count: int) -> list[Future[None]]:
 
 @contextlib.contextmanager
 def _one_blas_thread() -> Iterator[None]:
-    """BLAS computes on the calling thread only, while any caller is inside: the limit is one for the whole process."""
-    global _blas, _limit, _limit_users
+    """BLAS computes on the calling thread only, for as long as anyone is inside.
+
+    The limit of most libraries is one for the whole process: the first caller sets it and the last one lifts it.
+    """
+    global _limit, _limit_users
     with _lock:
         if _limit_users == 0:
-            if _blas is None:
-                from threadpoolctl import ThreadpoolController
-
-                _blas = ThreadpoolController()
-            _limit = _blas.limit(limits=1, user_api="blas")
+            libraries = _blas()
+            _take_control()
+            _limit = libraries.limit(limits=1, user_api="blas")
         _limit_users += 1
     try:
         yield
@@ -139,18 +142,51 @@ def _one_blas_thread() -> Iterator[None]:
         with _lock:
             _limit_users -= 1
             if _limit_users == 0:
-                _limit.restore_original_limits()
-                _limit = None
+                _lift_limit()
+
+
+def _lift_limit() -> None:
+    global _limit
+    _take_control()
+    _limit.restore_original_limits()
+    _take_control()
+    _limit = None
+
+
+def _take_control() -> None:
+    """Lets any thread change the limit of OpenBLAS.
+
+    Since 3.8, threadpoolctl otherwise ignores all threads but the first that did, without a word.
+    """
+    import threadpoolctl
+
+    clear = getattr(threadpoolctl.OpenBLASController, "clear_controlling_thread", None)
+    if clear is not None:
+        clear(force=True)
+
+
+@functools.cache
+def _blas() -> Any:
+    """The BLAS libraries in this process; to look for them takes milliseconds."""
+    import threadpoolctl
+
+    return threadpoolctl.ThreadpoolController().select(user_api="blas")
+
+
+@functools.cache
+def _blas_with_limits_per_thread() -> Any:
+    """Those of them that each thread has to limit for itself."""
+    return _blas().select(internal_api="mkl", threading_layer="openmp")
 
 
 def _after_fork() -> None:
     """A forked child has none of its parent's threads."""
-    global _lock, _pool, _pool_size, _limit, _limit_users
+    global _lock, _pool, _pool_size, _limit_users
     _lock = threading.Lock()
     _pool, _pool_size = None, 0
     if _limit is not None:
-        _limit.restore_original_limits()
-    _limit, _limit_users = None, 0
+        _lift_limit()
+    _limit_users = 0
 
 
 if hasattr(os, "register_at_fork"):
