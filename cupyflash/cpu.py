@@ -43,8 +43,6 @@ BACKWARD_TILES_PER_BLOCK = 4
 SLACK = 10.0
 # Multiplications below which a call stays on its own thread: waking others would take longer.
 MIN_PARALLEL_WORK = 1 << 22
-# float32 cannot hold scale / softcap for a larger cap, and a larger cap changes no score that float32 tells from none.
-MAX_SOFTCAP = 2.0**100
 
 
 def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array | None) -> None:
@@ -254,7 +252,7 @@ class Tiles:
     def __init__(self, problem: Problem, plan: Plan, q: Array, k: Array, v: Array) -> None:
         self.problem, self.plan = problem, plan
         self.q, self.k, self.v = q, k, v
-        self.softcap = min(problem.softcap, MAX_SOFTCAP)
+        self.softcap = problem.softcap
         self.multiplier = problem.scale / self.softcap if self.softcap else problem.scale
         self.rows = plan.rows * problem.group
         self.K_buffer = self.buffer(plan.keys, problem.head_dim + 1)
@@ -438,7 +436,9 @@ class BackwardTile:
     dO: Array  # (kv heads, rows, Dv + 1); the last column is -D, D = rowsum(dO * O) - dLSE
     dQ: Array  # (kv heads, rows, D), not yet scaled
     lse: Array  # (kv heads, rows)
-    blind: Array | None  # (kv heads, rows) of rows that see nothing; None if there are none
+    blind: (
+        Array | None
+    )  # (kv heads, rows) of rows that attend to nothing, all whose pairs are hidden; None: no such row
     Q_is_finite: bool
     dO_is_finite: bool
 
@@ -503,15 +503,13 @@ class Backward(Tiles):
                 self.turns.done(block, keys.first // self.plan.keys)
             for tile in tiles:
                 np.multiply(tile.dQ, self.problem.scale, out=tile.dQ)
-                if tile.blind is not None:
-                    tile.dQ[tile.blind] = 0
                 self.store_rows(self.dq, tile.dQ, block, tile.queries)
         except BaseException:
             self.turns.fail()
             raise
 
     def start(self, i: int, block: Block, queries: tuple[int, int]) -> BackwardTile:
-        """The i-th tile of the block, with D, and with zeros for the data of rows that see nothing."""
+        """The i-th tile of the block, with D."""
         Q = self.load_rows(self.Q_buffers[i], self.q, block, queries, 1)
         Q[..., :-1] *= self.multiplier
         dO = self.load_rows(self.dO_buffers[i], self.dout, block, queries, 1)
@@ -528,8 +526,6 @@ class Backward(Tiles):
         Q[..., -1] = 0 if self.softcap else -lse
 
         blind = np.isneginf(lse)
-        Q[blind] = 0
-        dO[blind] = 0
         return BackwardTile(
             queries,
             visible_keys(self.problem, *queries),

@@ -418,6 +418,26 @@ def test_case_29_infinities(backend, q, k, v, expected, expected_lse, Sk):
     np.testing.assert_allclose(lse.ravel(), [expected_lse], rtol=1e-6)
 
 
+@pytest.mark.parametrize("Sk", [3, 700])
+def test_case_29_row_of_scores_that_are_all_infinitely_low_has_no_gradient(backend, Sk):
+    """It counts as one that sees nothing, though it sees all (D3): whatever its dout is."""
+    q, k, v = qkv(1, 5, Sk, 1, 1, 4)
+    q[..., 0], k[..., 0] = 1, -np.inf
+    q[:, 3] = np.nan
+    dout = randn(1, 5, 1, 4)
+    dout[:, 1] = np.nan
+    problem = Problem.of(q, k, v)
+    out, lse = backend.forward(problem, q, k, v)
+    assert np.isneginf(np.delete(lse, 3, axis=2)).all()
+    assert (np.delete(out, 3, axis=1) == 0).all()
+    gradients = backend.backward(problem, dout, q, k, v, out, lse)
+    assert (np.delete(gradients[0], 3, axis=1) == 0).all()
+    q, dout = q[:, :3], dout[:, :3]
+    gradients = backend.gradients(Problem.of(q, k, v), dout, q, k, v)
+    for gradient in gradients:
+        assert (gradient == 0).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_case_31_sum_over_many_queries(backend, dtype):
     for Sq, expected in ((4096, 4096), (70000, {"float16": np.inf, "bfloat16": 70144, "float32": 70000}[dtype])):
@@ -464,6 +484,16 @@ def test_scores_that_rise_and_fall(backend):
     problem = Problem.of(q, k, v, scale=1.0)
     check(backend, problem, q, k, v, gradients=False)
     check(backend, Problem.of(q, k, v, scale=-1.0, causal=True), q, k, v, gradients=False)
+
+
+@pytest.mark.parametrize("lower", [3.3, 333.3, -700000.1, -800000.2])
+def test_equal_scores_keep_equal_weights_when_the_maximum_rises(backend, lower):
+    """Keys 600 to 1599 have one large score: each must weigh the same, wherever it lies in its tile."""
+    q, k = constant((1, 4, 1, 8), 0), constant((1, 1600, 1, 8), 0)
+    v = randn(1, 1600, 1, 8)
+    q[..., 0], k[:, :600, :, 0], k[:, 600:, :, 0] = 1, lower, 741455.2
+    problem = Problem.of(q, k, v, scale=1.0)
+    check(backend, problem, q, k, v, gradients=False)
 
 
 # ---- lse
