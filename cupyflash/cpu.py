@@ -33,12 +33,13 @@ __all__ = ["backward", "forward", "get_num_threads", "set_num_threads"]
 
 Array = NDArray[Any]
 
-# A tile of S is 256 KiB in float32; with its K, V and O it stays in an L2 cache of 1 MiB.
-TILE_ROWS = 128
+# An L2 cache. A tile of S takes half of it in float32; smaller ones leave more of the time to Python.
+CACHE_BYTES = 1 << 20
+TILE_ROWS = 256
 TILE_KEYS = 512
 # Tiles of queries that share one pass over K and V: what it costs to load and convert these is spread over them.
-TILES_PER_BLOCK = 8
-BACKWARD_TILES_PER_BLOCK = 4
+TILES_PER_BLOCK = 4
+BACKWARD_TILES_PER_BLOCK = 2
 # How far a score may exceed m, in natural log: exp(10) is far from overflow, and trained models seldom get there.
 SLACK = 10.0
 # Multiplications below which a call stays on its own thread: waking others would take longer.
@@ -123,17 +124,27 @@ def useful_threads(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """The unit of work: queries [first, last) of one batch entry in all heads that use some key/value heads."""
+    """The unit of work: queries [first, last) in all query heads of some key/value heads of some batch entries."""
 
-    batch: int
-    kv_first: int
-    kv_last: int
+    first_batch: int
+    last_batch: int
+    first_head: int
+    last_head: int
     first: int
     last: int
 
-    def heads(self, group: int) -> slice:
-        """The query heads."""
-        return slice(self.kv_first * group, self.kv_last * group)
+    @property
+    def count(self) -> int:
+        """How many key/value heads there are, over all batch entries."""
+        return (self.last_batch - self.first_batch) * (self.last_head - self.first_head)
+
+    def batches(self) -> slice:
+        """The batch entries."""
+        return slice(self.first_batch, self.last_batch)
+
+    def heads(self, group: int = 1) -> slice:
+        """The key/value heads, or the query heads if ``group`` of these share one."""
+        return slice(self.first_head * group, self.last_head * group)
 
 
 @dataclass(frozen=True)
@@ -142,28 +153,32 @@ class Plan:
 
     rows: int  # queries per tile; with the heads of a group stacked, a tile has rows * group rows
     keys: int  # keys per tile
-    kv_heads: int  # key/value heads per tile
+    heads: int  # key/value heads of one batch entry in a tile
+    batches: int  # batch entries in a tile; more than 1 only with all their heads
 
     @classmethod
     def of(cls, problem: Problem) -> Plan:
-        """TILE_ROWS x TILE_KEYS scores per tile, over several heads if one does not fill it."""
+        """TILE_ROWS x TILE_KEYS scores per tile, over several heads if one does not fill the cache."""
         rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
         keys = max(1, min(problem.seqlen_k, TILE_KEYS))
-        heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * keys)
-        return cls(rows, keys, max(1, min(problem.num_kv_heads, heads)))
+        stacked, dims = rows * problem.group, problem.head_dim + problem.head_dim_v
+        elements = stacked * keys + (stacked + keys) * dims  # of S, Q, O, K and V of one key/value head
+        fitting = max(1, CACHE_BYTES // (elements * compute_dtype(problem).itemsize))
+        heads = max(1, min(problem.num_kv_heads, fitting))
+        return cls(rows, keys, heads, max(1, min(problem.batch, fitting // heads)))
 
     def blocks(self, problem: Problem, tiles: int) -> list[Block]:
         """All the work in blocks of ``tiles`` tiles of queries, the largest first."""
         blocks = [
-            Block(batch, head, min(head + self.kv_heads, problem.num_kv_heads), first, last)
-            for first, last in cut((0, problem.seqlen_q), self.rows * tiles)
-            for batch in range(problem.batch)
-            for head in range(0, problem.num_kv_heads, self.kv_heads)
+            Block(*batches, *heads, *queries)
+            for queries in cut((0, problem.seqlen_q), self.rows * tiles)
+            for batches in cut((0, problem.batch), self.batches)
+            for heads in cut((0, problem.num_kv_heads), self.heads)
         ]
 
         def size(block: Block) -> int:
             first, last = visible_keys(problem, block.first, block.last)
-            return (last - first) * (block.last - block.first)
+            return (last - first) * (block.last - block.first) * block.count
 
         return sorted(blocks, key=size, reverse=True)
 
@@ -229,7 +244,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class KeyTile:
-    """K and V of keys [first, last), as (kv heads, keys, D); in use, K and in the backward pass V end in a 1."""
+    """K and V of keys [first, last), as (heads, keys, D); in use, K and in the backward pass V end in a 1."""
 
     first: int
     last: int
@@ -260,30 +275,29 @@ class Tiles:
         self.S_buffer = self.buffer(self.rows, plan.keys)
 
     def buffer(self, *shape: int) -> Buffer:
-        """Memory for arrays of (kv heads of a block, *shape)."""
-        return Buffer(compute_dtype(self.problem), self.plan.kv_heads, *shape)
+        """Memory for arrays of (heads of a block, *shape)."""
+        return Buffer(compute_dtype(self.problem), self.plan.batches * self.plan.heads, *shape)
 
     def load_rows(self, buffer: Buffer, array: Array, block: Block, queries: tuple[int, int], columns: int) -> Array:
-        """(kv heads, group * queries, D + columns) from (B, S, H, D): the query heads of a group are stacked."""
-        heads = block.heads(self.problem.group)
-        rows_of = array[block.batch, queries[0] : queries[1], heads]
-        rows, count, dim = rows_of.shape
-        buffer.shaped(count, rows, dim + columns)[..., :dim] = rows_of.swapaxes(0, 1)
-        return buffer.shaped(block.kv_last - block.kv_first, self.problem.group * rows, dim + columns)
+        """(heads, group * queries, D + columns) from (B, S, H, D): the query heads of a group are stacked."""
+        loaded = array[block.batches(), slice(*queries), block.heads(self.problem.group)].swapaxes(1, 2)
+        batches, heads, rows, dim = loaded.shape
+        buffer.shaped(batches, heads, rows, dim + columns)[..., :dim] = loaded
+        return buffer.shaped(block.count, self.problem.group * rows, dim + columns)
 
     def store_rows(self, array: Array, rows: Array, block: Block, queries: tuple[int, int]) -> None:
         """The way back of ``load_rows``."""
-        by_head = rows.reshape(-1, queries[1] - queries[0], rows.shape[-1])
-        array[block.batch, queries[0] : queries[1], block.heads(self.problem.group)] = by_head.swapaxes(0, 1)
+        place = array[block.batches(), slice(*queries), block.heads(self.problem.group)].swapaxes(1, 2)
+        place[...] = rows.reshape(place.shape)
 
     def load_keys(self, buffer: Buffer, array: Array, block: Block, keys: tuple[int, int], columns: int) -> Array:
-        """(kv heads, keys, D + columns) from (B, S, Hk, D), the further columns all 1."""
-        rows_of = array[block.batch, keys[0] : keys[1], block.kv_first : block.kv_last]
-        rows, count, dim = rows_of.shape
-        tile = buffer.shaped(count, rows, dim + columns)
-        tile[..., :dim] = rows_of.swapaxes(0, 1)
+        """(heads, keys, D + columns) from (B, S, Hk, D), the further columns all 1."""
+        loaded = array[block.batches(), slice(*keys), block.heads()].swapaxes(1, 2)
+        batches, heads, rows, dim = loaded.shape
+        tile = buffer.shaped(batches, heads, rows, dim + columns)
+        tile[..., :dim] = loaded
         tile[..., dim:] = 1
-        return tile
+        return tile.reshape(block.count, rows, dim + columns)
 
     def key_tiles(self, block: Block, seen: tuple[int, int]) -> Iterator[KeyTile]:
         """The tiles of the keys [first, last), one after the other in the same memory."""
@@ -297,7 +311,7 @@ class Tiles:
         return cut((block.first, block.last), self.plan.rows)
 
     def by_query(self, S: Array, queries: tuple[int, int]) -> Array:
-        """A tile of scores as (kv heads, group, queries, keys)."""
+        """A tile of scores as (heads, group, queries, keys)."""
         return S.reshape(S.shape[0], -1, queries[1] - queries[0], S.shape[-1])
 
     def stacked(self, hidden: Array | None, S: Array, queries: tuple[int, int]) -> Array:
@@ -312,10 +326,10 @@ class ForwardTile:
 
     queries: tuple[int, int]
     keys: tuple[int, int]  # that the queries see
-    Q: Array  # (kv heads, rows, D + 1), scaled; the last column is -m, or 0 with softcap
-    O: Array  # (kv heads, rows, Dv), not yet divided by l
-    l: Array  # (kv heads, rows) sum of P
-    m: Array  # (kv heads, rows) what is subtracted from S
+    Q: Array  # (heads, rows, D + 1), scaled; the last column is -m, or 0 with softcap
+    O: Array  # (heads, rows, Dv), not yet divided by l
+    l: Array  # (heads, rows) sum of P
+    m: Array  # (heads, rows) what is subtracted from S
     begun: bool = False  # every row has seen a key with a score above -inf
 
 
@@ -408,8 +422,8 @@ class Forward(Tiles):
             self.repeat(tile, block, lost)
         self.store_rows(self.out, tile.O, block, tile.queries)
         if self.lse is not None:
-            lse = (tile.m + np.log(tile.l)).reshape(-1, tile.queries[1] - tile.queries[0])
-            self.lse[block.batch, block.heads(self.problem.group), tile.queries[0] : tile.queries[1]] = lse
+            place = self.lse[block.batches(), block.heads(self.problem.group), slice(*tile.queries)]
+            place[...] = (tile.m + np.log(tile.l)).reshape(place.shape)
 
     def repeat(self, tile: ForwardTile, block: Block, lost: Array) -> None:
         """Computes lost rows again, now that LSE is known: O = exp(S - LSE) V.
@@ -432,13 +446,11 @@ class BackwardTile:
 
     queries: tuple[int, int]
     keys: tuple[int, int]  # that the queries see
-    Q: Array  # (kv heads, rows, D + 1), scaled; the last column is -LSE, or 0 with softcap
-    dO: Array  # (kv heads, rows, Dv + 1); the last column is -D, D = rowsum(dO * O) - dLSE
-    dQ: Array  # (kv heads, rows, D), not yet scaled
-    lse: Array  # (kv heads, rows)
-    blind: (
-        Array | None
-    )  # (kv heads, rows) of rows that attend to nothing, all whose pairs are hidden; None: no such row
+    Q: Array  # (heads, rows, D + 1), scaled; the last column is -LSE, or 0 with softcap
+    dO: Array  # (heads, rows, Dv + 1); the last column is -D, D = rowsum(dO * O) - dLSE
+    dQ: Array  # (heads, rows, D), not yet scaled
+    lse: Array  # (heads, rows)
+    blind: Array | None  # (heads, rows) of rows that attend to nothing, all whose pairs are hidden; None: no such row
     Q_is_finite: bool
     dO_is_finite: bool
 
@@ -495,11 +507,12 @@ class Backward(Tiles):
                         inside = slice(first - keys.first, last - keys.first)
                         self.attend(tile, keys.part(first, last), dK[:, inside], dV[:, inside])
                 dK *= self.softcap or 1  # Q has been scaled already
-                into = block.batch, slice(keys.first, keys.last), slice(block.kv_first, block.kv_last)
+                place = block.batches(), slice(keys.first, keys.last), block.heads()
                 if not self.turns.wait(block, keys.first // self.plan.keys):
                     return
-                self.dk[into] += dK.swapaxes(0, 1)
-                self.dv[into] += dV.swapaxes(0, 1)
+                for gradient, share in ((self.dk[place], dK), (self.dv[place], dV)):
+                    by_head = gradient.swapaxes(1, 2)
+                    by_head += share.reshape(by_head.shape)
                 self.turns.done(block, keys.first // self.plan.keys)
             for tile in tiles:
                 np.multiply(tile.dQ, self.problem.scale, out=tile.dQ)
@@ -517,7 +530,7 @@ class Backward(Tiles):
         dQ = self.dQ_buffers[i].shaped(*Q.shape[:2], self.problem.head_dim)
         dQ[...] = 0
 
-        place = block.batch, block.heads(self.problem.group), slice(*queries)
+        place = block.batches(), block.heads(self.problem.group), slice(*queries)
         lse = self.lse[place].reshape(Q.shape[:2])
         D = (dO[..., :-1] * O).sum(axis=-1)
         if self.dlse is not None:
@@ -585,21 +598,21 @@ class Turns:
         self._changed = threading.Condition()
         self._failed = False
         tiles = -(-problem.seqlen_k // plan.keys)
-        # By batch entry and key/value head: how many blocks have added to each tile of keys.
-        self._done = {(block.batch, block.kv_first): [0] * tiles for block in blocks}
+        # By first batch entry and head: how many blocks have added to each tile of keys.
+        self._done = {(block.first_batch, block.first_head): [0] * tiles for block in blocks}
         # By block: how many blocks come before it at each tile of keys, from its first one on.
         self._before: dict[Block, tuple[int, Array]] = {}
         before = {head: np.zeros(tiles, np.int32) for head in self._done}
         for block in blocks:
             first, last = visible_keys(problem, block.first, block.last)
             seen = slice(first // plan.keys, -(-last // plan.keys))
-            counts = before[block.batch, block.kv_first][seen]
+            counts = before[block.first_batch, block.first_head][seen]
             self._before[block] = seen.start, counts.copy()
             counts += 1
 
     def wait(self, block: Block, tile: int) -> bool:
         """Waits until all earlier blocks that see the tile have added to it; False if a worker failed instead."""
-        done = self._done[block.batch, block.kv_first]
+        done = self._done[block.first_batch, block.first_head]
         start, counts = self._before[block]
         with self._changed:
             self._changed.wait_for(lambda: self._failed or done[tile] == counts[tile - start])
@@ -608,7 +621,7 @@ class Turns:
     def done(self, block: Block, tile: int) -> None:
         """The block has added what it had to."""
         with self._changed:
-            self._done[block.batch, block.kv_first][tile] += 1
+            self._done[block.first_batch, block.first_head][tile] += 1
             self._changed.notify_all()
 
     def fail(self) -> None:
