@@ -60,9 +60,11 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Arr
     plan = Plan.of(problem)
     threads = useful_threads(problem)
     tiles = TILES_PER_BLOCK
-    while tiles > 1 and len(plan.blocks(problem, tiles)) < 4 * threads:
+    blocks = plan.blocks(problem, tiles)
+    while threads > 1 and tiles > 1 and len(blocks) < 4 * threads:  # so that all threads finish at about the same time
         tiles //= 2
-    workers.run(lambda: Forward(problem, plan, tiles, q, k, v, out, lse), plan.blocks(problem, tiles), threads)
+        blocks = plan.blocks(problem, tiles)
+    workers.run(lambda: Forward(problem, plan, tiles, q, k, v, out, lse), blocks, threads)
 
 
 def backward(
@@ -186,13 +188,14 @@ class Plan:
 def cut(whole: tuple[int, int], step: int) -> list[tuple[int, int]]:
     """The pieces of a range [first, last), cut at multiples of ``step``."""
     first, last = whole
-    return [(max(i, first), min(i + step, last)) for i in range(first // step * step, last, step)]
+    starts = range(first // step * step, last, step) if first < last else ()
+    return [(max(i, first), min(i + step, last)) for i in starts]
 
 
 def visible_keys(problem: Problem, first: int, last: int) -> tuple[int, int]:
     """The keys [first, last) that at least one of the queries [first, last) sees; an empty range if none does."""
     band = problem.band
-    low = 0 if band.first is None else max(0, first + band.first)
+    low = 0 if band.first is None else min(max(0, first + band.first), problem.seqlen_k)
     high = problem.seqlen_k if band.last is None else min(problem.seqlen_k, last + band.last)
     return low, max(low, high)
 
@@ -605,7 +608,7 @@ class Turns:
         before = {head: np.zeros(tiles, np.int32) for head in self._done}
         for block in blocks:
             first, last = visible_keys(problem, block.first, block.last)
-            seen = slice(first // plan.keys, -(-last // plan.keys))
+            seen = slice(first // plan.keys, -(-last // plan.keys) if first < last else 0)
             counts = before[block.first_batch, block.first_head][seen]
             self._before[block] = seen.start, counts.copy()
             counts += 1

@@ -4,14 +4,24 @@ import multiprocessing
 import os
 import threading
 import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
 from backends import CpuBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import DTYPES, assert_bitwise, assert_close, assert_lse_close, assert_same_strangeness, check, max_error
-from oracles import naive_backward as naive_gradients
+from oracles import (
+    DTYPES,
+    assert_bitwise,
+    assert_close,
+    assert_lse_close,
+    assert_same_strangeness,
+    check,
+    max_error,
+    naive_backward,
+    naive_forward,
+)
 
 from cupyflash import cpu, workers
 from cupyflash.problem import Band, Problem
@@ -103,24 +113,37 @@ def problems(draw):
     return Problem(**fields), q, k, v, dout
 
 
-@given(problems())
-@settings(max_examples=250, deadline=None)
-def test_any_problem(case):
+SMALL_TILES = st.fixed_dictionaries(
+    {
+        "TILE_ROWS": st.integers(1, 20),
+        "TILE_KEYS": st.integers(1, 20),
+        "TILES_PER_BLOCK": st.integers(1, 3),
+        "BACKWARD_TILES_PER_BLOCK": st.integers(1, 3),
+        "CACHE_BYTES": st.sampled_from([1, 1 << 12, 1 << 14]),
+        "MIN_PARALLEL_WORK": st.sampled_from([0, 1 << 60]),
+        "SLACK": st.sampled_from([0.0, 0.5, 10.0]),
+    }
+)
+
+
+@given(problems(), SMALL_TILES)
+@settings(max_examples=300, deadline=None)
+def test_any_problem_in_tiles_of_any_size(case, tiles):
     problem, q, k, v, dout = case
-    out, lse = backend.forward(problem, q, k, v)
-    gradients = backend.backward(problem, dout, q, k, v, out, lse)
+    cpu.set_num_threads(3)
+    with mock.patch.multiple(cpu, **tiles):
+        out, lse = backend.forward(problem, q, k, v)
+        gradients = backend.backward(problem, dout, q, k, v, out, lse)
     expected, expected_lse = reference_forward(problem, q, k, v)
-    finite = all(np.isfinite(x.astype(np.float64)).all() for x in (q, k, v, dout))
-    results = zip((out, *gradients), (expected, *reference_backward(problem, dout, q, k, v)), strict=True)
+    expected = expected, *reference_backward(problem, dout, q, k, v)
     assert_lse_close(lse, expected_lse)
-    if finite:
-        check(backend, problem, q, k, v)
-        naive = (None, *naive_gradients(problem, dout, q, k, v))
-        for i, (got, want) in list(enumerate(results))[1:]:
-            assert_close(got, want, naive[i], "gradient")
-    else:
-        for got, want in results:
-            assert_same_strangeness(got, want)
+    results = list(zip((out, *gradients), expected, strict=True))
+    for got, want in results:
+        assert_same_strangeness(got, want)
+    if all(np.isfinite(x.astype(np.float64)).all() for x in (q, k, v, dout)):
+        naive = naive_forward(problem, q, k, v), *naive_backward(problem, dout, q, k, v)
+        for kind, (got, want), other in zip(["forward"] + ["gradient"] * 3, results, naive, strict=True):
+            assert_close(got, want, other, kind)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

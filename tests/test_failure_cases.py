@@ -269,6 +269,14 @@ def test_case_14_backward_has_the_mask_of_forward(backend, options):
     assert (dv[:, 63] == 0).all()
 
 
+@pytest.mark.parametrize("options", [{"causal": "top_left", "window": (2, None)}, {"causal": True, "window": (5, 0)}])
+@pytest.mark.parametrize("Sk", [3, 7, 130])
+def test_case_2_last_or_first_of_many_rows_see_nothing(backend, Sk, options):
+    """Whole tiles of rows lie beyond the band, on either side of it."""
+    q, k, v = qkv(1, 1300, Sk, 1, 1, 16)
+    check(backend, Problem.of(q, k, v, **options), q, k, v)
+
+
 def test_band_that_hides_everything(backend):
     q, k, v = qkv(1, 5, 7, 2, 1, 16)
     for first, last in ((50, None), (None, -50), (3, 1)):
