@@ -61,8 +61,8 @@ class Case:
             pointers.append(pointers[-1] + 4 * plan.delta_floats)
             launches = {"backward": plan.launches, "backward_dkv": plan.launches[1:2], "backward_dq": plan.launches[2:]}[task]
         launchers = [runtime.load(kernel, grid) for kernel, grid in launches]
-        spills = sum(launcher.spills for launcher in launchers)  # type: ignore[attr-defined]
-        prepared = _Prepared(plan, launchers, struct, _constants(self.problem, [_strides(a) for a in arrays]))
+        spills = sum(runtime.raw_kernel(kernel).local_size_bytes for kernel, _ in launches)
+        prepared = _Prepared(plan, launchers, struct, _constants(self.problem, plan.section, [_strides(a) for a in arrays]))
         workspace = getattr(self, "workspace", None)
         return spills, lambda keep=workspace: prepared.launch(*pointers)
 

@@ -51,12 +51,14 @@ class Plan:
         launches: (kernel, number of blocks).
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
         dq_floats: float32 workspace in which dQ is summed; 0 where dQ has a kernel of its own.
+        section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from ("tuned", "heuristic" or "given").
     """
 
     launches: tuple[tuple[Kernel, int], ...]
     delta_floats: int
     dq_floats: int
+    section: int
     configs: tuple[tuple[Task, TileConfig, str], ...]
 
 
@@ -89,8 +91,13 @@ def plan_forward(problem: Problem, vector_bytes: int, limits: Limits, given: Giv
     """The one launch of a forward pass. vector_bytes: alignment of all pointers, strides and rows, at most 16."""
     config, origin = choose("forward", problem, limits, given)
     kernel = _kernel("forward", config, problem, vector_bytes, limits)
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize
     return Plan(
-        ((kernel, _query_blocks(problem, config)),), delta_floats=0, dq_floats=0, configs=(("forward", config, origin),)
+        launches=((kernel, _query_blocks(problem, config)),),
+        delta_floats=0,
+        dq_floats=0,
+        section=_section(problem, problem.seqlen_k * row_bytes // problem.group, problem.num_heads, limits),
+        configs=(("forward", config, origin),),
     )
 
 
@@ -106,6 +113,8 @@ def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Gi
     query_blocks = _query_blocks(problem, config)
     key_blocks = _blocks(problem.batch * problem.num_kv_heads, problem.seqlen_k, config.Bc)
     delta_floats = problem.batch * problem.num_heads * problem.seqlen_q
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + (4 * problem.head_dim if summed else 0)
+    section = _section(problem, problem.seqlen_q * row_bytes * problem.group, problem.num_kv_heads, limits)
 
     if summed:
         tile_d = tile_head_dim(problem.head_dim)
@@ -115,6 +124,7 @@ def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Gi
             ((rows, query_blocks), (main, key_blocks), (last, query_blocks)),
             delta_floats,
             query_blocks * config.Br * tile_d,
+            section,
             ((task, config, origin),),
         )
     dq_config, dq_origin = choose("backward_dq", problem, limits, given)
@@ -123,6 +133,7 @@ def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Gi
         ((rows, query_blocks), (main, key_blocks), (dq, _query_blocks(problem, dq_config))),
         delta_floats,
         0,
+        section,
         ((task, config, origin), ("backward_dq", dq_config, dq_origin)),
     )
 
@@ -165,6 +176,16 @@ def defines_of(
             "CF_WARPS_DQ_D": config.dq_warps_d,
         }
     return defines
+
+
+def _section(problem: Problem, bytes_per_head: int, heads: int, limits: Limits) -> int:
+    """Heads whose blocks are interleaved, longest first: as many as stream from half of the L2 cache.
+
+    Without a mask all blocks are equally long; then one head follows the other, for the sake of the cache.
+    """
+    if problem.band.first is None and problem.band.last is None:
+        return 1
+    return max(1, min(problem.batch * heads, limits.l2_bytes // 2 // bytes_per_head))
 
 
 def _query_blocks(problem: Problem, config: TileConfig) -> int:

@@ -103,7 +103,7 @@ class Engine:
         strides = [_strides(array) for array in arrays]
         plan = plan_of(problem, _vector_bytes(problem, strides, bits), self._runtime.limits())
         launchers = [self._runtime.load(kernel, grid) for kernel, grid in plan.launches]
-        prepared = _Prepared(plan, launchers, struct, _constants(problem, strides))
+        prepared = _Prepared(plan, launchers, struct, _constants(problem, plan.section, strides))
         if len(self._prepared) >= _PREPARED_KEPT:
             self._prepared.clear()
         self._prepared[key] = prepared
@@ -145,15 +145,17 @@ def _vector_bytes(problem: Problem, strides: list[tuple[int, int, int]], pointer
     return bits & -bits
 
 
-def _constants(problem: Problem, strides: list[tuple[int, int, int]]) -> list[float]:
+def _constants(problem: Problem, section: int, strides: list[tuple[int, int, int]]) -> list[float]:
     """What follows the pointers in a parameter struct."""
     return [
         *(stride for array in strides for stride in array),
+        problem.batch,
         problem.seqlen_q,
         problem.seqlen_k,
         problem.num_heads,
         problem.num_kv_heads,
         problem.group,
+        section,
         problem.band.first or 0,
         problem.band.last or 0,
         problem.scale,

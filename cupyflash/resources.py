@@ -33,12 +33,30 @@ class Limits:
         arch: compute capability, major * 10 + minor.
         shared_bytes: most dynamic shared memory that a block may ask for (the opt-in limit).
         sm_count: number of multiprocessors.
+        l2_bytes: size of the L2 cache.
     """
 
     name: str
     arch: int
     shared_bytes: int
     sm_count: int
+    l2_bytes: int
+
+
+# To plan for a GPU that is not there. Names as their drivers give them; figures from the vendor's data sheets.
+KNOWN_GPUS = {
+    "T4": Limits("Tesla T4", 75, 65_536, 40, 4 << 20),
+    "A100": Limits("NVIDIA A100-SXM4-80GB", 80, 166_912, 108, 40 << 20),
+    "A10": Limits("NVIDIA A10", 86, 101_376, 72, 6 << 20),
+    "RTX3090": Limits("NVIDIA GeForce RTX 3090", 86, 101_376, 82, 6 << 20),
+    "L4": Limits("NVIDIA L4", 89, 101_376, 58, 48 << 20),
+    "L40S": Limits("NVIDIA L40S", 89, 101_376, 142, 96 << 20),
+    "RTX4090": Limits("NVIDIA GeForce RTX 4090", 89, 101_376, 128, 72 << 20),
+    "H100": Limits("NVIDIA H100 80GB HBM3", 90, 232_448, 132, 50 << 20),
+    "H200": Limits("NVIDIA H200", 90, 232_448, 132, 60 << 20),
+    "B200": Limits("NVIDIA B200", 100, 232_448, 148, 126 << 20),
+    "RTX5090": Limits("NVIDIA GeForce RTX 5090", 120, 101_376, 170, 96 << 20),
+}
 
 
 def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
@@ -59,7 +77,8 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
         rows = 2 * stages * Br * 4  # LSE and delta
         streamed = (Bc * (d + dv) + stages * Br * (d + dv) + weights) * size + rows
         leaving = Bc * (d + dv) * size
-    return _round_up(max(streamed, leaving), _ALIGNMENT)
+    work = 0 if task == "backward_dq" else _ALIGNMENT  # a few indices, kept beside the tiles
+    return _round_up(max(streamed, leaving), _ALIGNMENT) + work
 
 
 def registers(task: Task, config: TileConfig, problem: Problem) -> int:

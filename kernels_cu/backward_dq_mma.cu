@@ -9,6 +9,7 @@
 #include "copy_tile.cuh"
 #include "hidden.cuh"
 #include "probability.cuh"
+#include "schedule.cuh"
 #include "score.cuh"
 #include "traits.cuh"
 #include "warp_gemm.cuh"
@@ -49,13 +50,9 @@ DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const
 /// dQ of one block's rows. careful: hidden non-finite values of K are kept out. Returns whether dQ is finite.
 DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
-    const i32 query_tiles = (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);
-    const i32 index = static_cast<i32>(block_index());
-    const i32 batch = index / query_tiles / params.num_heads, head = index / query_tiles % params.num_heads;
-    // With an upper bound late rows see most keys: they go first.
-    const i32 query_tile = kBandLast ? query_tiles - 1 - index % query_tiles : index % query_tiles;
-    const Range queries = {query_tile * static_cast<i32>(kBr),
-                           smaller((query_tile + 1) * static_cast<i32>(kBr), params.seqlen_q)};
+    const TileWork work = tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
+    const i32 batch = work.batch_head / params.num_heads, head = work.batch_head % params.num_heads;
+    const Range queries = work.rows;
     const Band band = Band::of(params);
     const Score score = Score::of(params);
     const Range tiles = band.key_tiles(queries);
@@ -113,16 +110,24 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         else
             differentiate<false>(S, dP, score, lse, delta);
 
-        const bool masked = !band.all_visible(queries, first_key);
+        const bool masked = !band.all_visible(queries, {first_key, first_key + static_cast<i32>(kBc)});
         if (masked) {
 #pragma unroll
             for (u32 m = 0; m < kM; ++m)
 #pragma unroll
-                for (u32 n = 0; n < kBc / 8; ++n)
+                for (u32 half = 0; half < 2; ++half) {
+                    const i32 origin = first_key + static_cast<i32>(dP.col(0, 0));
+                    const Range keys = band.keys_of(first_query + static_cast<i32>(dP.row(m, 2 * half)));
+                    const i32 first = keys.first - origin, end = keys.end - origin;
 #pragma unroll
-                    for (u32 e = 0; e < 4; ++e)
-                        if (!band.visible(first_query + static_cast<i32>(dP.row(m, e)), first_key + static_cast<i32>(dP.col(n, e))))
-                            dP.x[m][n][e] = 0.0f;
+                    for (u32 n = 0; n < kBc / 8; ++n)
+#pragma unroll
+                        for (u32 odd = 0; odd < 2; ++odd) {
+                            const i32 col = static_cast<i32>(8 * n + odd);
+                            if ((kBandFirst && col < first) || col >= end)
+                                dP.x[m][n][2 * half + odd] = 0.0f;
+                        }
+                }
         }
         if (kBand && careful && masked)
             clear_nonfinite(shared.K[stage]);
@@ -140,11 +145,6 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
                                                   RowMajorB<Element, true, 1, kBc, kD>(shared.K[stage], 0));
         if (shrink)
             dQ.multiply(1.0f / kShrink);
-        if (kBand && careful && masked)
-            add_visible_nonfinite<kHeadDim, true>(dQ, k + first_key * params.k_row_stride, params.k_row_stride,
-                                                  smaller(static_cast<i32>(kBc), params.seqlen_k - first_key), [&](u32 row, i32 key) {
-                                                      return band.visible(first_query + static_cast<i32>(row), first_key + key);
-                                                  });
         if (kStages == 1 && j > tiles.first) {
             block_sync();
             load_keys(j - 1, 0);
@@ -154,17 +154,23 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     copy_async_wait<0>();
     block_sync();  // nobody reads the tiles any more: dQ leaves through their space
     dQ.multiply(params.scale);
+    const bool finite = !kBand || !block_any(!dQ.all_finite());
     store_accumulator(shared.dQ, dQ, warp_row, 0);
+    if (kBand && careful)
+        restore_nonfinite<kHeadDim, true>(shared.dQ, k, params.k_row_stride, {0, params.seqlen_k},
+                                          [&](i32 key) { return band.queries_of(key).from(queries.first); });
     block_sync();
     store_tile<kHeadDim>(shared.dQ, params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride,
                          params.dq_row_stride, queries.first, params.seqlen_q);
-    return dQ.all_finite();
+    return finite;
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_dq_mma(PARAMS(BackwardParams) params) {
     // As in the forward: a result that is not finite may be the fault of hidden data, and is computed once more with care.
     bool careful = false;
 #pragma unroll 1
-    while (block_any(!differentiate_rows(params, careful)) && kBand && !careful)
+    while (!differentiate_rows(params, careful) && !careful) {
         careful = true;
+        block_sync();  // the first run still reads shared memory
+    }
 }

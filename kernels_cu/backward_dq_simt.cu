@@ -129,7 +129,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         else
             differentiate<false>(S, dP, score, lse, delta);
 
-        const bool masked = !band.all_visible(queries, first_key);
+        const bool masked = !band.all_visible(queries, {first_key, first_key + static_cast<i32>(kBc)});
         if (masked) {
 #pragma unroll
             for (u32 m = 0; m < ScoreTile::kM; ++m)

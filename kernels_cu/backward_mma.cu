@@ -13,6 +13,7 @@
 #include "dq_sum.cuh"
 #include "hidden.cuh"
 #include "probability.cuh"
+#include "schedule.cuh"
 #include "score.cuh"
 #include "traits.cuh"
 #include "warp_gemm.cuh"
@@ -34,6 +35,21 @@ constexpr u32 kGradN = kD / (8 * kWarpsGradD), kGradNV = kDv / (8 * kWarpsGradD)
 using ScoreTile = Accumulator<kScoreM, kScoreN>;
 using WeightTile = SharedTile<Element, kBc, kBr>;  // P^T or dS^T
 
+/// The keys of one key/value head that a block works on.
+struct Work {
+    i32 batch, kv_head;
+    Range keys;
+
+    Work() = default;
+    DEVICE explicit Work(const BackwardParams& params) {
+        const TileWork work = tile_work(params.seqlen_k, kBc, params.batch * params.num_kv_heads, params.section, false);
+        batch = work.batch_head / params.num_kv_heads;
+        kv_head = work.batch_head % params.num_kv_heads;
+        keys = work.rows;
+    }
+};
+
+
 struct SharedStorage {
     union {
         struct {
@@ -50,22 +66,10 @@ struct SharedStorage {
             SharedTile<Element, kBc, kDv> dV;
         };
     };
-};
-
-/// The keys of one key/value head that a block works on.
-struct Work {
-    i32 batch, kv_head;
-    Range keys;
-
-    DEVICE explicit Work(const BackwardParams& params) {
-        // Early keys are seen by most queries under a causal mask: the natural order starts with the longest blocks.
-        const i32 tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
-        const i32 index = static_cast<i32>(block_index());
-        const i32 of_batch = index / tiles, tile = index % tiles;
-        batch = of_batch / params.num_kv_heads;
-        kv_head = of_batch % params.num_kv_heads;
-        keys = {tile * static_cast<i32>(kBc), smaller((tile + 1) * static_cast<i32>(kBc), params.seqlen_k)};
-    }
+    // Kept here while registers are short:
+    Work work;
+    bool key_nonfinite;  // a key has a NaN or infinity, to be kept out of dQ of the queries that do not see it
+    bool cleaned;        // some tile was cleaned, and what was visible of it is missing in the sums
 };
 
 /// S^T becomes P^T and dP^T becomes dS^T, in registers.
@@ -89,24 +93,55 @@ DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const
         }
 }
 
-/// Clears P and dS of pairs that do not see each other. Returns whether any of them was not finite before: its query or key
-/// then holds hidden data that must be kept out of the products.
-DEVICE bool hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query, i32 first_key) {
-    bool nonfinite = false;
+/// Clears P and dS of pairs that do not see each other.
+DEVICE void hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query, i32 first_key) {
 #pragma unroll
     for (u32 m = 0; m < kScoreM; ++m)
 #pragma unroll
-        for (u32 n = 0; n < kScoreN; ++n)
+        for (u32 half = 0; half < 2; ++half) {
+            // Relative to this lane's first column, so that the comparisons below are with constants.
+            const i32 origin = first_query + static_cast<i32>(P.col(0, 0));
+            const Range queries = band.queries_of(first_key + static_cast<i32>(P.row(m, 2 * half)));
+            const i32 first = queries.first - origin, end = queries.end - origin;
 #pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                const i32 query = first_query + static_cast<i32>(P.col(n, e)), key = first_key + static_cast<i32>(P.row(m, e));
-                if (query < band.seqlen_q && band.visible(query, key))
-                    continue;
-                nonfinite |= !is_finite(P.x[m][n][e]) || !is_finite(dS.x[m][n][e]);
-                P.x[m][n][e] = 0.0f;
-                dS.x[m][n][e] = 0.0f;
-            }
-    return nonfinite;
+            for (u32 n = 0; n < kScoreN; ++n)
+#pragma unroll
+                for (u32 e = 2 * half; e < 2 * half + 2; ++e) {
+                    const i32 col = static_cast<i32>(8 * n + e % 2);
+                    if ((kBandLast && col < first) || col >= end) {
+                        P.x[m][n][e] = 0.0f;
+                        dS.x[m][n][e] = 0.0f;
+                    }
+                }
+        }
+}
+
+/// Puts what was visible of cleaned queries and keys into dK, dV and dQ.
+DEVICE void restore(const BackwardParams& params, SharedStorage& shared, const Work& work, const Band& band) {
+    const Range queries = {0, params.seqlen_q};
+    auto keys_of = [&](i32 query) { return band.keys_of(query).from(work.keys.first); };
+    const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
+#pragma unroll 1
+    for (i32 head = work.kv_head * params.group; head < (work.kv_head + 1) * params.group; ++head) {
+        restore_nonfinite<kHeadDim, true>(shared.dK, params.q + work.batch * params.q_batch_stride + head * params.q_head_stride,
+                                          params.q_row_stride, queries, keys_of);
+        restore_nonfinite<kHeadDimV>(shared.dV,
+                                     params.dout + work.batch * params.dout_batch_stride + head * params.dout_head_stride,
+                                     params.dout_row_stride, queries, keys_of);
+        if constexpr (kSumDq) {
+#pragma unroll 1
+            for (i32 key = work.keys.first; key < work.keys.end; ++key)
+#pragma unroll 1
+                for (u32 col = thread_index(); col < kHeadDim; col += kThreads) {
+                    if (is_finite(to_float(k[key * params.k_row_stride + col])))
+                        continue;
+                    const Range seen = band.queries_of(key);
+#pragma unroll 1
+                    for (i32 query = seen.first; query < seen.end; ++query)
+                        add_nan_to_dq_sum(params, work.batch, head, query, col);
+                }
+        }
+    }
 }
 
 KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) {
@@ -120,6 +155,8 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     WeightTile& shared_dS = shared.weights[0];
     WeightTile& shared_P = shared.weights[kInRegisters ? 0 : 1];
     const Work work(params);
+    if (thread_index() == 0)
+        shared.work = work;
     const Band band = Band::of(params);
     const Score score = Score::of(params);
     const Range tiles = band.query_tiles(work.keys);
@@ -156,9 +193,20 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     load_tile<kHeadDimV>(shared.V, v, params.v_row_stride, work.keys.first, params.seqlen_k);
     i32 head = work.kv_head * params.group, tile = tiles.first;
     const i32 end_head = tiles.empty() ? head : head + params.group;
+    copy_async_commit();
     if (head < end_head)
         load_queries(head, tile, 0);
+    if constexpr (kBand) {
+        copy_async_wait<0>();
+        block_sync();
+        const bool nonfinite = has_nonfinite(shared.K);
+        if (thread_index() == 0) {
+            shared.key_nonfinite = nonfinite;
+            shared.cleaned = false;
+        }
+    }
 
+    const Range keys = {work.keys.first, work.keys.first + static_cast<i32>(kBc)};  // some may lie beyond the last key
     u32 stage = 0;
 #pragma unroll 1
     while (head < end_head) {
@@ -170,37 +218,45 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
         if (kStages > 1 && next_head < end_head)
             load_queries(next_head, next_tile, stage ^ 1);
 
+        // Near the diagonal some pairs of the tile, and even all pairs of a warp, do not see each other.
+        const Range queries = {first_query, first_query + static_cast<i32>(kBr)};
+        const Range score_queries = queries.part(score_query, 8 * kScoreN), score_keys = keys.part(score_key, 16 * kScoreM);
         ScoreTile S, dP;
         S.clear();
         dP.clear();
-        warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.K, score_key), ColumnMajorB(shared.Q[stage], score_query));
-        warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.V, score_key), ColumnMajorB(shared.dO[stage], score_query));
-
-        const float* lse = shared.lse[stage] + score_query;
-        const float* delta = shared.delta[stage] + score_query;
-        bool fused = true;
-#pragma unroll
-        for (u32 n = 0; n < kScoreN; ++n)
-            fused &= fuses(lse[S.col(n, 0)]) && fuses(lse[S.col(n, 1)]);
-        if (warp_any(!fused))
-            differentiate<false>(S, dP, score, lse, delta);
-        else
-            differentiate<true>(S, dP, score, lse, delta);
-
         bool hidden_nonfinite = false, too_large = false;
-        if (!band.all_visible({first_query, first_query + static_cast<i32>(kBr)}, work.keys.first) ||
-            first_query + static_cast<i32>(kBr) > params.seqlen_q)
-            hidden_nonfinite = hide(S, dP, band, first_query + static_cast<i32>(score_query),
-                                    work.keys.first + static_cast<i32>(score_key));
-        if constexpr (kMayOverflow)
-            dP.each([&](float& ds) { too_large |= overflows(ds); });
+        if (!kBand || band.any_visible(score_queries, score_keys)) {
+            warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.K, score_key), ColumnMajorB(shared.Q[stage], score_query));
+            warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.V, score_key), ColumnMajorB(shared.dO[stage], score_query));
+            const float* lse = shared.lse[stage] + score_query;
+            const float* delta = shared.delta[stage] + score_query;
+            bool fused = true;
+#pragma unroll
+            for (u32 n = 0; n < kScoreN; ++n)
+                fused &= fuses(lse[S.col(n, 0)]) && fuses(lse[S.col(n, 1)]);
+            if (warp_any(!fused))
+                differentiate<false>(S, dP, score, lse, delta);
+            else
+                differentiate<true>(S, dP, score, lse, delta);
+            if (!band.all_visible(score_queries, score_keys) || score_queries.end > params.seqlen_q)
+                hide(S, dP, band, score_queries.first, score_keys.first);
+            if constexpr (kMayOverflow)
+                dP.each([&](float& ds) { too_large |= overflows(ds); });
+        }
+        const bool masked = kBand && !band.all_visible(queries, keys);
+        if (masked) {  // a query with NaN or infinity in its q or dO has such an LSE or delta
+            for (u32 n = thread_index(); n < kBr; n += kThreads)
+                hidden_nonfinite |= !is_finite(shared.lse[stage][n]) || !is_finite(shared.delta[stage][n]);
+            hidden_nonfinite |= shared.key_nonfinite;
+        }
 
         if constexpr (!kInRegisters)
             store_accumulator(shared_P, S, score_key, score_query);
         if constexpr (kSumDq || !kInRegisters)
             store_accumulator(shared_dS, dP, score_key, score_query);
         bool careful = false, shrink = false;
-        if constexpr (kBand || kMayOverflow) {
+        if (kMayOverflow || masked) {
+            // P and dS are complete behind the barrier, and rare trouble is known to all.
             if (block_any(hidden_nonfinite || too_large)) {
                 careful = block_any(hidden_nonfinite);
                 shrink = block_any(too_large);
@@ -217,49 +273,37 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                     clear_nonfinite(shared.K);
                 }
             }
-        } else if constexpr (kSumDq || !kInRegisters) {
+        } else if (kSumDq || !kInRegisters) {
             block_sync();  // P and dS are complete
         }
 
         const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.dO[stage], grad_col);
         const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.Q[stage], grad_col);
-        if constexpr (kInRegisters) {
-            warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
-            warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
-        } else {
-            warp_gemm<Element, kBr / kStepK<Element>>(dV, RowMajorA(shared_P, grad_key), dO_rows);
-            warp_gemm<Element, kBr / kStepK<Element>>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
+        if (!kBand || band.any_visible(queries, keys.part(grad_key, 16 * kGradM))) {
+            if constexpr (kInRegisters) {
+                warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
+                warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
+            } else {
+                warp_gemm<Element, kBr / kStepK<Element>>(dV, RowMajorA(shared_P, grad_key), dO_rows);
+                warp_gemm<Element, kBr / kStepK<Element>>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
+            }
         }
         if (shrink)
             dK.multiply(1.0f / kShrink);
-        if constexpr (kSumDq) {
+        if (kSumDq && (!kBand || band.any_visible(queries.part(dq_first_row(), 16 * kDqM), keys))) {
             DqTile dQ;
             dQ.clear();
             warp_gemm<Element, kBc / kStepK<Element>>(dQ, TransposedA(shared_dS, dq_first_row()),
                                                       RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.K, dq_first_col()));
             if (shrink)
                 dQ.multiply(1.0f / kShrink);
-            if (kBand && careful)
-                add_visible_nonfinite<kHeadDim, true>(
-                    dQ, k + work.keys.first * params.k_row_stride, params.k_row_stride, work.keys.end - work.keys.first,
-                    [&](u32 row, i32 key) {
-                        const i32 query = first_query + static_cast<i32>(dq_first_row() + row);
-                        return query < params.seqlen_q && band.visible(query, work.keys.first + key);
-                    },
-                    dq_first_col());
             add_to_dq_sum(dq_sum_tile(params, work.batch, head, tile), dQ);
         }
         if (kBand && careful) {
-            auto visible = [&](u32 row, i32 query) {
-                return band.visible(first_query + query, work.keys.first + static_cast<i32>(grad_key + row));
-            };
-            const i32 rows = smaller(static_cast<i32>(kBr), params.seqlen_q - first_query);
-            add_visible_nonfinite<kHeadDimV>(dV, dout + head * params.dout_head_stride + first_query * params.dout_row_stride,
-                                             params.dout_row_stride, rows, visible, grad_col);
-            add_visible_nonfinite<kHeadDim, true>(dK, q + head * params.q_head_stride + first_query * params.q_row_stride,
-                                                  params.q_row_stride, rows, visible, grad_col);
+            shared.cleaned = true;
             block_sync();  // K, cleaned above, is read no more: fetch it as it was
             load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+            copy_async_commit();
         }
         if (kStages == 1 && next_head < end_head) {
             block_sync();
@@ -275,10 +319,13 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     store_accumulator(shared.dK, dK, grad_key, grad_col);
     store_accumulator(shared.dV, dV, grad_key, grad_col);
     block_sync();
-    store_tile<kHeadDim>(shared.dK, params.dk + work.batch * params.dk_batch_stride + work.kv_head * params.dk_head_stride,
-                         params.dk_row_stride, work.keys.first, params.seqlen_k);
-    store_tile<kHeadDimV>(shared.dV, params.dv + work.batch * params.dv_batch_stride + work.kv_head * params.dv_head_stride,
-                          params.dv_row_stride, work.keys.first, params.seqlen_k);
+    const Work at = shared.work;
+    if (kBand && shared.cleaned)
+        restore(params, shared, at, band);
+    store_tile<kHeadDim>(shared.dK, params.dk + at.batch * params.dk_batch_stride + at.kv_head * params.dk_head_stride,
+                         params.dk_row_stride, at.keys.first, params.seqlen_k);
+    store_tile<kHeadDimV>(shared.dV, params.dv + at.batch * params.dv_batch_stride + at.kv_head * params.dv_head_stride,
+                          params.dv_row_stride, at.keys.first, params.seqlen_k);
 }
 
 /// dQ = scale * its float32 sum, one query tile of one head per block.

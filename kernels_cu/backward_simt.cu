@@ -171,7 +171,7 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
         else
             differentiate<true>(S, dP, score, lse, delta);
 
-        const bool masked = !band.all_visible({first_query, first_query + static_cast<i32>(kBr)}, work.keys.first) ||
+        const bool masked = !band.all_visible({first_query, first_query + static_cast<i32>(kBr)}, {work.keys.first, work.keys.first + static_cast<i32>(kBc)}) ||
                             first_query + static_cast<i32>(kBr) > params.seqlen_q;
         if (masked)
             hide(S, dP, band, first_query, work.keys.first + static_cast<i32>(warp_key));

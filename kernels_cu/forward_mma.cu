@@ -7,6 +7,7 @@
 #include "band.cuh"
 #include "copy_tile.cuh"
 #include "hidden.cuh"
+#include "schedule.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
 #include "traits.cuh"
@@ -14,6 +15,21 @@
 
 constexpr u32 kM = kBr / (16 * kWarps);
 static_assert(kM * 16 * kWarps == kBr, "each warp owns whole 16-row tiles");
+
+/// The rows of one head that a block works on.
+struct Work {
+    i32 batch, head, kv_head;
+    Range queries;
+
+    Work() = default;
+    DEVICE explicit Work(const ForwardParams& params) {
+        const TileWork work = tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
+        batch = work.batch_head / params.num_heads;
+        head = work.batch_head % params.num_heads;
+        kv_head = head / params.group;
+        queries = work.rows;
+    }
+};
 
 struct SharedStorage {
     union {
@@ -24,24 +40,7 @@ struct SharedStorage {
         };
         SharedTile<Element, kBr, kDv> O;  // on its way out, when the others are no longer needed
     };
-};
-
-/// The rows of one head that a block works on.
-struct Work {
-    i32 batch, head, kv_head;
-    Range queries;
-
-    DEVICE explicit Work(const ForwardParams& params) {
-        const i32 tiles = (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);
-        const i32 index = static_cast<i32>(block_index());
-        const i32 of_batch = index / tiles;
-        // With an upper bound late rows see most keys: they go first, so that the last blocks to run are short.
-        const i32 tile = kBandLast ? tiles - 1 - index % tiles : index % tiles;
-        batch = of_batch / params.num_heads;
-        head = of_batch % params.num_heads;
-        kv_head = head / params.group;
-        queries = {tile * static_cast<i32>(kBr), smaller((tile + 1) * static_cast<i32>(kBr), params.seqlen_q)};
-    }
+    Work work;  // kept here while registers are short
 };
 
 /// Hides the scores of keys that a query may not see.
@@ -49,12 +48,19 @@ DEVICE void mask_scores(Accumulator<kM, kBc / 8>& S, const Band& band, i32 first
 #pragma unroll
     for (u32 m = 0; m < kM; ++m)
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) {
-            const i32 query = first_query + static_cast<i32>(S.row(m, e));
+        for (u32 half = 0; half < 2; ++half) {
+            // Relative to this lane's first column, so that the comparisons below are with constants.
+            const i32 origin = first_key + static_cast<i32>(S.col(0, 0));
+            const Range keys = band.keys_of(first_query + static_cast<i32>(S.row(m, 2 * half)));
+            const i32 first = keys.first - origin, end = keys.end - origin;
 #pragma unroll
             for (u32 n = 0; n < kBc / 8; ++n)
-                if (!band.visible(query, first_key + static_cast<i32>(S.col(n, e))))
-                    S.x[m][n][e] = -infinity();
+#pragma unroll
+                for (u32 odd = 0; odd < 2; ++odd) {
+                    const i32 col = static_cast<i32>(8 * n + odd);
+                    if ((kBandFirst && col < first) || col >= end)
+                        S.x[m][n][2 * half + odd] = -infinity();
+                }
         }
 }
 
@@ -62,6 +68,8 @@ DEVICE void mask_scores(Accumulator<kM, kBc / 8>& S, const Band& band, i32 first
 DEVICE bool attend(const ForwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const Work work(params);
+    if (thread_index() == 0)
+        shared.work = work;
     const Band band = Band::of(params);
     const Score score = Score::of(params);
     const Range tiles = band.key_tiles(work.queries);
@@ -79,7 +87,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     };
 
     const u32 warp_row = warp_index() * 16 * kM;
-    const i32 first_query = work.queries.first + static_cast<i32>(warp_row);
+    const Range rows = work.queries.part(warp_row, 16 * kM);  // of this warp; some may lie beyond the last query
     const RowMajorA<Element, kBr, kD> Q(shared.Q, warp_row);
     const ColumnMajorB<Element, kBc, kD> K_transposed(shared.K, 0);
     const RowMajorB<Element, true, 1, kBc, kDv> V(shared.V, 0);
@@ -88,6 +96,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     Accumulator<kM, kDv / 8> O;
     O.clear();
     load_tile<kHeadDim>(shared.Q, q, params.q_row_stride, work.queries.first, params.seqlen_q);
+    copy_async_commit();
     if (!tiles.empty())
         load_K(tiles.end - 1);
 #pragma unroll 1
@@ -97,57 +106,64 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         block_sync();  // K_j has landed, and nobody reads V_{j+1} any more
         load_V(j);
 
+        // Near the diagonal some warps have rows that see none of the tile's keys.
+        const Range keys = {first_key, first_key + static_cast<i32>(kBc)};
+        const bool sees = !kBand || band.any_visible(rows, keys);
         Accumulator<kM, kBc / 8> S;
-        S.clear();
-        warp_gemm<Element, kD / kStepK<Element>>(S, Q, K_transposed);  // S = Q K_j^T
-        if constexpr (kScoreKind != 0)
-            S.each([&](float& s) { s = score(s); });
-        const bool masked = !band.all_visible(work.queries, first_key);
-        if (masked)
-            mask_scores(S, band, first_query, first_key);
+        if (sees) {
+            S.clear();
+            warp_gemm<Element, kD / kStepK<Element>>(S, Q, K_transposed);  // S = Q K_j^T
+            if constexpr (kScoreKind != 0)
+                S.each([&](float& s) { s = score(s); });
+            if (!band.all_visible(rows, keys))
+                mask_scores(S, band, rows.first, first_key);
+        }
 
         copy_async_wait<0>();
         block_sync();  // V_j has landed, and nobody reads K_j any more
         if (j > tiles.first)
             load_K(j - 1);
-        if (kBand && careful && masked)
+        if (kBand && careful && !band.all_visible(work.queries, keys))
             clear_nonfinite(shared.V);
-
-        state.update(S, O);                                                                   // S becomes P = exp(S - m)
-        warp_gemm<Element, kBc / kStepK<Element>>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j
-        if (kBand && careful && masked)
-            add_visible_nonfinite<kHeadDimV>(O, v + first_key * params.v_row_stride, params.v_row_stride,
-                                             smaller(kBc, params.seqlen_k - first_key), [&](u32 row, i32 key) {
-                                                 return band.visible(first_query + static_cast<i32>(row), first_key + key);
-                                             });
+        if (sees) {
+            state.update(S, O);                                                                   // S becomes P = exp(S - m)
+            warp_gemm<Element, kBc / kStepK<Element>>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j
+        }
     }
     copy_async_wait<0>();
     state.finish(O);
 
+    block_sync();  // nobody reads Q, K or V any more
+    const Work at = shared.work;
     if (params.lse != nullptr && lane_index() % 4 == 0) {
-        float* lse = params.lse + (static_cast<i64>(work.batch) * params.num_heads + work.head) * params.seqlen_q;
+        float* lse = params.lse + (static_cast<i64>(at.batch) * params.num_heads + at.head) * params.seqlen_q;
 #pragma unroll
         for (u32 m = 0; m < kM; ++m)
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
-                const i32 query = first_query + static_cast<i32>(O.row(m, 2 * half));
+                const i32 query = at.queries.first + static_cast<i32>(warp_row + O.row(m, 2 * half));
                 if (query < params.seqlen_q)
                     lse[query] = state.log_sum_exp(m, half);
             }
     }
-    block_sync();  // nobody reads Q, K or V any more
+    const bool finite = !kBand || !block_any(!O.all_finite());
     store_accumulator(shared.O, O, warp_row, 0);
+    if (kBand && careful)
+        restore_nonfinite<kHeadDimV>(
+            shared.O, params.v + at.batch * params.v_batch_stride + at.kv_head * params.v_head_stride, params.v_row_stride,
+            {0, params.seqlen_k}, [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
     block_sync();
-    store_tile<kHeadDimV>(shared.O, params.out + work.batch * params.out_batch_stride + work.head * params.out_head_stride,
-                          params.out_row_stride, work.queries.first, params.seqlen_q);
-    return O.all_finite();
+    store_tile<kHeadDimV>(shared.O, params.out + at.batch * params.out_batch_stride + at.head * params.out_head_stride,
+                          params.out_row_stride, at.queries.first, params.seqlen_q);
+    return finite;
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void forward_mma(PARAMS(ForwardParams) params) {
     // A result that is not finite may be the fault of a hidden NaN in V: those rows are computed once more, with care.
-    // block_any also keeps the second run from overwriting shared memory that the first still reads.
     bool careful = false;
 #pragma unroll 1
-    while (block_any(!attend(params, careful)) && kBand && !careful)
+    while (!attend(params, careful) && !careful) {
         careful = true;
+        block_sync();  // the first run still reads shared memory
+    }
 }

@@ -111,7 +111,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         add_product_transposed(S, shared.Q, warp_row, shared.K[stage]);  // S = Q K_j^T
         if constexpr (kScoreKind != 0)
             S.each([&](float& s) { s = score(s); });
-        const bool masked = !band.all_visible(work.queries, first_key);
+        const bool masked = !band.all_visible(work.queries, {first_key, first_key + static_cast<i32>(kBc)});
         if (masked)
             mask_scores(S, band, first_query, first_key);
 

@@ -24,7 +24,7 @@ def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 
 def _all(task: Task) -> Iterator[TileConfig]:
     if task == "forward":
-        for Br, Bc, warps, blocks in product((64, 128, 256), (32, 64, 96, 128), (4, 8), (1, 2)):
+        for Br, Bc, warps, blocks in product((64, 128, 256), (32, 48, 64, 80, 96, 128), (4, 8), (1, 2)):
             yield TileConfig("mma", Br, Bc, warps, blocks_per_sm=blocks)
     elif task == "backward_dq":
         for Br, Bc, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (1, 2)):

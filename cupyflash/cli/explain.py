@@ -9,20 +9,9 @@ from typing import Any
 
 from cupyflash import dispatch
 from cupyflash.problem import GPU_DTYPES, Band, Problem, check_gpu
-from cupyflash.resources import Limits
+from cupyflash.resources import KNOWN_GPUS, Limits
 from cupyflash.tiles import TileConfig
 
-# GPUs to plan for on a machine without one: compute capability * 10, opt-in shared memory per block, multiprocessors.
-GPUS = {
-    "T4": Limits("Tesla T4", 75, 65_536, 40),
-    "A100": Limits("NVIDIA A100", 80, 166_912, 108),
-    "A10": Limits("NVIDIA A10", 86, 101_376, 72),
-    "L4": Limits("NVIDIA L4", 89, 101_376, 58),
-    "H100": Limits("NVIDIA H100 80GB HBM3", 90, 232_448, 132),
-    "H200": Limits("NVIDIA H200", 90, 232_448, 132),
-    "B200": Limits("NVIDIA B200", 100, 232_448, 148),
-    "RTX5090": Limits("NVIDIA GeForce RTX 5090", 120, 101_376, 170),
-}
 DEFAULTS = {"B": 1, "S": 1024, "H": 16, "D": 64}
 SIZES = ("B", "S", "Sq", "Sk", "H", "Hk", "D", "Dv")
 NUMBERS = ("scale", "softcap")
@@ -44,12 +33,12 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
     """
     given = _parse(description)
     gpu = given.pop("gpu", None)
-    if gpu is not None and gpu not in GPUS:
-        raise ValueError(f"gpu is {gpu!r}; expected one of {', '.join(GPUS)}, or none for this machine's")
+    if gpu is not None and gpu not in KNOWN_GPUS:
+        raise ValueError(f"gpu is {gpu!r}; expected one of {', '.join(KNOWN_GPUS)}, or none for this machine's")
     problem = _problem(given)
     check_gpu(problem)
     try:
-        limits = GPUS[gpu] if gpu else current_gpu()
+        limits = KNOWN_GPUS[gpu] if gpu else current_gpu()
     except (ImportError, RuntimeError) as error:
         raise ValueError(f"{error}; or name a GPU to plan for, as in gpu=H200") from error
     lines = [("problem", _describe(problem)), ("GPU", _describe_gpu(limits))]

@@ -21,9 +21,9 @@ class CudaRuntime:
     """Launches on the current device and CuPy's current stream."""
 
     def __init__(self) -> None:
-        self._modules: dict[Any, Any] = {}
+        self._modules: dict[Any, _Module] = {}
         self._limits: dict[int, Limits] = {}
-        self._compiling = threading.Lock()
+        self._lock = threading.Lock()
 
     def device(self) -> int:
         return int(cupy.cuda.runtime.getDevice())
@@ -37,13 +37,14 @@ class CudaRuntime:
                 arch=int(device.compute_capability),
                 shared_bytes=device.attributes["MaxSharedMemoryPerBlockOptin"],
                 sm_count=device.attributes["MultiProcessorCount"],
+                l2_bytes=device.attributes["L2CacheSize"],
             )
         return self._limits[device.id]
 
     def load(self, kernel: Kernel, grid: int) -> Callable[[Any], None]:
         if grid < 1:
             raise ValueError(f"{kernel.name} would be launched with {grid} blocks; empty problems need no launch")
-        raw = self._module(kernel).get_function(kernel.name)
+        raw = self.raw_kernel(kernel)
         if kernel.shared_bytes > _DEFAULT_SHARED_BYTES:
             raw.max_dynamic_shared_size_bytes = kernel.shared_bytes  # of the current device's function only
         function = raw.kernel
@@ -60,14 +61,15 @@ class CudaRuntime:
     def workspace(self, floats: int) -> Array:
         return cupy.empty(floats, cupy.float32)
 
-    def _module(self, kernel: Kernel) -> Any:
-        """The compiled module of a kernel on the current device; CuPy keeps the binary on disk."""
+    def raw_kernel(self, kernel: Kernel) -> Any:
+        """A compiled kernel on the current device, as a ``cupy.RawKernel``. Other threads may compile others meanwhile."""
         key = (kernel.file, kernel.defines, self.device())
-        with self._compiling:
-            module = self._modules.get(key)
-            if module is None:
-                module = self._modules[key] = self._compile(kernel)
-        return module
+        with self._lock:
+            module = self._modules.setdefault(key, _Module())
+        with module.lock:
+            if module.compiled is None:
+                module.compiled = self._compile(kernel)
+        return module.compiled.get_function(kernel.name)
 
     def _compile(self, kernel: Kernel) -> Any:
         limits = self.limits()
@@ -86,6 +88,14 @@ class CudaRuntime:
                 f'pip install -U "cupyflash[cuda13]". Its messages:\n{error}'
             ) from error
         return module
+
+
+class _Module:
+    """A module that is compiled once, by whoever needs it first; CuPy keeps the binary on disk."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.compiled: Any = None
 
 
 def options(kernel: Kernel) -> tuple[str, ...]:

@@ -10,12 +10,9 @@ import numpy as np
 
 from ..arrays import Array
 from ..dispatch import Kernel
-from ..resources import Limits
+from ..resources import KNOWN_GPUS, Limits
 from . import emulated
 from .source import flatten
-
-H200 = Limits("NVIDIA H200", arch=90, shared_bytes=232448, sm_count=132)
-
 
 @dataclass
 class HostRuntime:
@@ -27,7 +24,7 @@ class HostRuntime:
         sanitize: build with AddressSanitizer.
     """
 
-    limits_: Limits = H200
+    limits_: Limits = KNOWN_GPUS["H200"]
     sanitize: bool = False
     options: dict[str, Any] | None = None
 

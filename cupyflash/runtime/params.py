@@ -56,11 +56,13 @@ def _strides(*arrays: str) -> tuple[tuple[str, str], ...]:
 
 
 _SHAPE_AND_MASK = (
+    ("batch", "i32"),
     ("seqlen_q", "i32"),
     ("seqlen_k", "i32"),
     ("num_heads", "i32"),
     ("num_kv_heads", "i32"),
     ("group", "i32"),
+    ("section", "i32"),
     ("band_first", "i32"),
     ("band_last", "i32"),
     ("scale", "float"),

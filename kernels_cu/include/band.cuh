@@ -12,6 +12,13 @@ constexpr bool kBand = kBandFirst || kBandLast;
 struct Range {
     i32 first, end;
     DEVICE bool empty() const { return first >= end; }
+    /// The range from `offset` on, `size` long.
+    DEVICE Range part(u32 offset, u32 size) const {
+        return {first + static_cast<i32>(offset), first + static_cast<i32>(offset + size)};
+    }
+    /// Counted from `origin`.
+    DEVICE Range from(i32 origin) const { return {first - origin, end - origin}; }
+    DEVICE bool contains(i32 index) const { return first <= index && index < end; }
 };
 
 struct Band {
@@ -28,6 +35,17 @@ struct Band {
         return (!kBandFirst || key - query >= first) && (!kBandLast || key - query <= last) && key < seqlen_k;
     }
 
+    /// The keys that a query sees.
+    DEVICE Range keys_of(i32 query) const {
+        return {kBandFirst ? larger(0, query + first) : 0, kBandLast ? smaller(seqlen_k, query + last + 1) : seqlen_k};
+    }
+
+    /// The queries that see a key.
+    DEVICE Range queries_of(i32 key) const {
+        const Range range = {kBandLast ? larger(0, key - last) : 0, kBandFirst ? smaller(seqlen_q, key - first + 1) : seqlen_q};
+        return key < seqlen_k ? range : Range{0, 0};
+    }
+
     /// Key tiles that some query of [queries.first, queries.end) sees.
     DEVICE Range key_tiles(Range queries) const {
         const i32 first_key = kBandFirst ? larger(0, queries.first + first) : 0;
@@ -42,11 +60,16 @@ struct Band {
         return tiles(first_query, end_query, static_cast<i32>(kBr));
     }
 
-    /// Does every existing query of the tile see each of its kBc keys?
-    DEVICE bool all_visible(Range queries, i32 first_key) const {
-        const i32 last_key = first_key + static_cast<i32>(kBc) - 1;
-        return (!kBandFirst || first_key - (queries.end - 1) >= first) && (!kBandLast || last_key - queries.first <= last) &&
-               last_key < seqlen_k;
+    /// Does every one of the queries see every one of the keys? Keys may lie beyond the last, and are then not seen.
+    DEVICE bool all_visible(Range queries, Range keys) const {
+        return (!kBandFirst || keys.first - (queries.end - 1) >= first) &&
+               (!kBandLast || keys.end - 1 - queries.first <= last) && keys.end <= seqlen_k;
+    }
+
+    /// Can any of the queries see any of the keys?
+    DEVICE bool any_visible(Range queries, Range keys) const {
+        return (!kBandFirst || keys.end - 1 - queries.first >= first) &&
+               (!kBandLast || keys.first - (queries.end - 1) <= last);
     }
 
   private:

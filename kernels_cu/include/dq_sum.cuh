@@ -53,3 +53,14 @@ DEVICE void load_dq_sum(const float* sum, DqTile& dQ) {
             for (u32 e = 0; e < 4; ++e)
                 dQ.x[m][n][e] = sum[dq_fragment(m, n) + e];
 }
+
+/// Makes the sum of one element NaN.
+DEVICE void add_nan_to_dq_sum(const BackwardParams& params, i32 batch, i32 head, i32 query, u32 col) {
+    const u32 row = static_cast<u32>(query) % kBr, group = col / 16;
+    const u32 warp = row / (16 * kDqM) * kWarpsDqD + group % kWarpsDqD;
+    const u32 m = row % (16 * kDqM) / 16, n = group / kWarpsDqD * 2 + col % 16 / 8;
+    const u32 lane = row % 8 * 4 + col % 8 / 2, e = row % 16 / 8 * 2 + col % 2;
+    const float nan = not_a_number();
+    reduce_add4(dq_sum_tile(params, batch, head, query / static_cast<i32>(kBr)) + ((warp * kDqM + m) * kDqN + n) * 128 + lane * 4,
+                e == 0 ? nan : 0.0f, e == 1 ? nan : 0.0f, e == 2 ? nan : 0.0f, e == 3 ? nan : 0.0f);
+}

@@ -4,6 +4,7 @@
 #include "platform/convert.cuh"
 #include "platform/ldmatrix.cuh"
 #include "platform/math.cuh"
+#include "platform/math.cuh"
 #include "platform/mma.cuh"
 #include "platform/thread.cuh"
 #include "shared_tile.cuh"
@@ -52,10 +53,11 @@ struct Accumulator {
         each([&](float& value) { value *= factor; });
     }
 
+    /// x * 0 is NaN where x is not finite: one instruction per element.
     DEVICE bool all_finite() {
-        bool finite = true;
-        each([&](float& value) { finite &= is_finite(value); });
-        return finite;
+        float sum = 0.0f;
+        each([&](float& value) { sum = multiply_add(value, 0.0f, sum); });
+        return sum == 0.0f;
     }
 
     /// Row and column of x[m][n][e] in this lane, from the warp's first row and column on.
@@ -235,21 +237,33 @@ DEVICE void warp_gemm(Accumulator<kM, kN, kSpread>& D, const A& A_operand, const
     }
 }
 
-/// Rounds an accumulator to T and writes it into a tile whose rows and columns are the accumulator's, shifted.
-template <typename T, u32 kRows, u32 kCols, u32 kM, u32 kN, u32 kSpread>
-DEVICE void store_accumulator(SharedTile<T, kRows, kCols>& tile, const Accumulator<kM, kN, kSpread>& D, u32 first_row, u32 first_col) {
+/// Rounds an accumulator to T and writes it into a tile whose rows and columns are the accumulator's, shifted (first_row by
+/// a multiple of 8, first_col by the warp's first group of 16).
+template <typename Tile, u32 kM, u32 kN, u32 kSpread>
+DEVICE void store_accumulator(Tile& tile, const Accumulator<kM, kN, kSpread>& D, u32 first_row, u32 first_col) {
+    using T = typename Tile::Element;
+    // A lane's first column in its first row. Its other rows are multiples of 8 further and so swizzled alike; its other
+    // columns are whole chunks further: an xor with, and an addition of, constants.
+    const u32 l = lane_index();
+    const u32 bytes = 2 * (l % 4) * sizeof(T);
+    u8* const lane = reinterpret_cast<u8*>(tile.data) +
+                     Tile::byte_offset(first_row + l / 4, first_col / Tile::kChunkElements + bytes / 16) + bytes % 16;
+    const u32 swizzled = static_cast<u32>(lane - reinterpret_cast<u8*>(tile.data)) & (Tile::kSwizzleMask * 16);
 #pragma unroll
-    for (u32 m = 0; m < kM; ++m)
+    for (u32 n = 0; n < kN; ++n) {
+        constexpr u32 kChunksPerTile = 8 / Tile::kChunkElements;
+        const u32 chunk = (2 * kSpread * (n / 2) + n % 2) * kChunksPerTile;
+        u8* const column = lane + (swizzled ^ (chunk & Tile::kSwizzleMask) * 16) - swizzled + (chunk & ~Tile::kSwizzleMask) * 16;
 #pragma unroll
-        for (u32 n = 0; n < kN; ++n)
+        for (u32 m = 0; m < kM; ++m)
 #pragma unroll
-            for (u32 e = 0; e < 4; e += 2) {
-                T* target = tile.pointer(first_row + D.row(m, e), first_col + D.col(n, e));
-                if constexpr (sizeof(T) == 2) {
-                    *reinterpret_cast<u32*>(target) = pack<T>(D.x[m][n][e], D.x[m][n][e + 1]);
-                } else {
-                    target[0] = D.x[m][n][e];
-                    target[1] = D.x[m][n][e + 1];
-                }
+            for (u32 half = 0; half < 2; ++half) {
+                u8* const target = column + (16 * m + 8 * half) * Tile::kRowBytes;
+                const float x0 = D.x[m][n][2 * half], x1 = D.x[m][n][2 * half + 1];
+                if constexpr (sizeof(T) == 2)
+                    *reinterpret_cast<u32*>(target) = pack<T>(x0, x1);
+                else
+                    *reinterpret_cast<uint2*>(target) = uint2{float_to_bits(x0), float_to_bits(x1)};
             }
+    }
 }
