@@ -1,7 +1,8 @@
-"""Times every tile configuration of the tensor-core kernels on the GPU at hand, and prints the fastest per kind of problem.
+"""Times every tile configuration of the tensor-core kernels on a GPU and keeps the fastest per kind of problem.
 
-All configurations of a task are timed in interleaved rounds in random order, on 16,384 tokens of hidden size 2,048 cut
-into sequences of two lengths; a configuration's figure is the geometric mean over both. Spilling kernels are left out.
+All configurations of a task are timed in interleaved rounds in random order, on 16,384 tokens of hidden size 2,048
+cut into sequences of two lengths; a configuration's figure is the geometric mean over both. Kernels that spill are left
+out.
 
     python benchmarks/sweep.py --tasks forward,backward --head-dims 64,128,256 --yaml winners.yaml
 """
@@ -12,63 +13,73 @@ import argparse
 import math
 import random
 import statistics
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import cupy as cp
+import ml_dtypes
+import numpy as np
 import yaml
 
+import cupyflash
 from cupyflash.dispatch import plan_backward, plan_forward
-from cupyflash.engine import _Prepared, _constants, _strides
+from cupyflash.engine import Prepared
 from cupyflash.problem import Problem
 from cupyflash.runtime.cuda import CudaRuntime
 from cupyflash.runtime.params import BACKWARD, FORWARD
-from cupyflash.tiles import TileConfig
+from cupyflash.tiles import Task, TileConfig
 from cupyflash.tuning.space import space
 from cupyflash.tuning.store import key
 
 TOKENS, HIDDEN = 16384, 2048
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "tf32": np.float32}
+PRODUCTS = {"forward": 2, "backward": 5, "backward_dkv": 4, "backward_dq": 3}  # matrix products of a task
+Run = Callable[[], None]
 
 
 class Case:
-    """One problem with its arrays."""
+    """One problem with its arrays, the forward's results included: gradients of rubbish would take the rare paths."""
 
-    def __init__(self, seqlen: int, head_dim: int, causal: bool, dtype: Any) -> None:
+    def __init__(self, seqlen: int, head_dim: int, causal: bool, dtype: str, deterministic: bool) -> None:
         shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
-        self.q, self.k, self.v, self.dout = (cp.random.standard_normal(shape, dtype=cp.float32).astype(dtype) for _ in range(4))
-        self.out, self.dq, self.dk, self.dv = (cp.empty_like(self.q) for _ in range(4))
-        self.lse = cp.zeros((shape[0], shape[2], seqlen), cp.float32)
-        self.problem = Problem.of(self.q, self.k, self.v, causal=causal)
-        self.flops = 4 * shape[0] * shape[2] * head_dim * seqlen**2 / (2 if causal else 1)
+        self.q, self.k, self.v, self.dout = (
+            cp.random.standard_normal(shape, dtype=cp.float32).astype(DTYPES[dtype]) for _ in range(4)
+        )
+        options: dict[str, Any] = {"causal": causal, "precision": "tf32" if dtype == "tf32" else None}
+        self.out, self.lse = cupyflash.attention(self.q, self.k, self.v, return_lse=True, **options)
+        self.dq, self.dk, self.dv = (cp.empty_like(self.q) for _ in range(3))
+        self.problem = Problem.of(self.q, self.k, self.v, deterministic=deterministic, **options)
+        self.flops_per_product = 2 * shape[0] * shape[2] * head_dim * seqlen**2 / (2 if causal else 1)
 
-    def prepare(self, runtime: CudaRuntime, task: str, config: TileConfig) -> Any:
-        """A function that runs the task once with the configuration."""
-        limits = runtime.limits()
+    def prepare(self, runtime: CudaRuntime, task: Task, config: TileConfig) -> tuple[int, Run]:
+        """(bytes of spills, a function that runs the task once)."""
         if task == "forward":
-            plan = plan_forward(self.problem, 16, limits, {"forward": config})
+            plan = plan_forward(self.problem, 16, runtime.limits(), {task: config})
             arrays, struct = (self.q, self.k, self.v, self.out), FORWARD
             pointers = [a.data.ptr for a in (*arrays, self.lse)]
-            launches = plan.launches
         else:
-            problem = self.problem
-            if task != "backward":
-                problem = Problem.of(self.q, self.k, self.v, causal=problem.band.last is not None, deterministic=True)
-            plan = plan_backward(problem, 16, limits, {task: config})
+            plan = plan_backward(self.problem, 16, runtime.limits(), {task: config})
             arrays, struct = (self.dout, self.q, self.k, self.v, self.out, self.dq, self.dk, self.dv), BACKWARD
-            self.workspace = cp.empty(plan.delta_floats + plan.dq_floats, cp.float32)
-            pointers = [a.data.ptr for a in (*arrays[:5], self.lse, *arrays[5:], self.workspace)]
+            workspace = cp.empty(plan.delta_floats + plan.dq_floats, cp.float32)
+            pointers = [a.data.ptr for a in (*arrays[:5], self.lse, *arrays[5:], workspace)]
             pointers.append(pointers[-1] + 4 * plan.delta_floats)
-            launches = {"backward": plan.launches, "backward_dkv": plan.launches[1:2], "backward_dq": plan.launches[2:]}[task]
-        launchers = [runtime.load(kernel, grid) for kernel, grid in launches]
-        spills = sum(runtime.raw_kernel(kernel).local_size_bytes for kernel, _ in launches)
-        prepared = _Prepared(plan, launchers, struct, _constants(self.problem, plan.section, [_strides(a) for a in arrays]))
-        workspace = getattr(self, "workspace", None)
-        return spills, lambda keep=workspace: prepared.launch(*pointers)
+        prepared = Prepared(runtime, self.problem, plan, struct, arrays)
+        if task == "backward_dkv":
+            prepared.launchers = prepared.launchers[:2]
+        elif task == "backward_dq":
+            prepared.launch(*pointers)  # delta has to be there once
+            prepared.launchers = prepared.launchers[2:]
+        spills = sum(runtime.raw_kernel(kernel).local_size_bytes for kernel, _ in plan.launches)
+        keep = None if task == "forward" else workspace
+        return spills, lambda keep=keep: prepared.launch(*pointers)  # type: ignore[misc]
 
 
-def milliseconds(run: Any, scratch: Any, repeats: int) -> float:
+def milliseconds(run: Run, scratch: Any, repeats: int = 4) -> float:
     """Median time of a call, the L2 cache overwritten before each."""
+    run()
     pairs = [(cp.cuda.Event(), cp.cuda.Event()) for _ in range(repeats)]
     for start, end in pairs:
         scratch.fill(0)
@@ -79,61 +90,61 @@ def milliseconds(run: Any, scratch: Any, repeats: int) -> float:
     return statistics.median(cp.cuda.get_elapsed_time(start, end) for start, end in pairs)
 
 
+def sweep(runtime: CudaRuntime, task: Task, cases: list[Case], rounds: int) -> list[tuple[TileConfig, list[float]]]:
+    """(configuration, TFLOP/s per case) of all that do not spill, fastest first."""
+    device = cp.cuda.Device()
+
+    def spills(config: TileConfig) -> int:
+        with device:
+            return cases[0].prepare(runtime, task, config)[0]
+
+    configs = space(task, cases[0].problem, runtime.limits())
+    with ThreadPoolExecutor(16) as pool:
+        clean = [config for config, spilled in zip(configs, pool.map(spills, configs), strict=True) if not spilled]
+    scratch = cp.empty(256 << 20, cp.int8)
+    times: dict[tuple[TileConfig, int], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        order = [(config, n) for config in clean for n in range(len(cases))]
+        for config, n in random.sample(order, len(order)):
+            times[config, n].append(milliseconds(cases[n].prepare(runtime, task, config)[1], scratch))
+    rates = [
+        [PRODUCTS[task] * case.flops_per_product / statistics.median(times[c, n]) / 1e9 for n, case in enumerate(cases)]
+        for c in clean
+    ]
+    return sorted(zip(clean, rates, strict=True), key=lambda pair: -math.prod(pair[1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default="forward,backward,backward_dkv,backward_dq")
     parser.add_argument("--head-dims", default="64,128,256")
-    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--seqlens", default="1024,8192")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--show", type=int, default=6)
-    parser.add_argument("--yaml")
+    parser.add_argument("--show", type=int, default=5)
+    parser.add_argument("--yaml", help="file to write the winners to")
     arguments = parser.parse_args()
     runtime = CudaRuntime()
-    device = cp.cuda.Device()
-    scratch = cp.empty(256 << 20, cp.int8)
     winners = []
     for task in arguments.tasks.split(","):
         for head_dim in map(int, arguments.head_dims.split(",")):
             for causal in (False, True):
-                cases = [Case(int(s), head_dim, causal, arguments.dtype) for s in arguments.seqlens.split(",")]
-                configs = space(task, cases[0].problem, runtime.limits())  # type: ignore[arg-type]
-
-                def compile_one(config: TileConfig, case: Case = cases[0], task: str = task) -> Any:
-                    with device:
-                        try:
-                            return case.prepare(runtime, task, config)[0]
-                        except Exception as error:
-                            return repr(error)[:200]
-
-                with ThreadPoolExecutor(16) as pool:
-                    spills = list(pool.map(compile_one, configs))
-                for config, spilled in zip(configs, spills, strict=True):
-                    if isinstance(spilled, str):
-                        print("failed:", task, config, spilled)
-                clean = [c for c, s in zip(configs, spills, strict=True) if s == 0]
-                times: dict[tuple[TileConfig, int], list[float]] = {}
-                for _ in range(arguments.rounds):
-                    order = [(config, n) for config in clean for n in range(len(cases))]
-                    random.shuffle(order)
-                    for config, n in order:
-                        _, run = cases[n].prepare(runtime, task, config)
-                        run()
-                        times.setdefault((config, n), []).append(milliseconds(run, scratch, 4))
-                factor = {"forward": 1.0, "backward": 2.5, "backward_dkv": 2.0, "backward_dq": 1.5}[task]
-
-                def rate(config: TileConfig, n: int, times: Any = times, cases: Any = cases, factor: float = factor) -> float:
-                    return factor * cases[n].flops / statistics.median(times[config, n]) / 1e9
-
-                ranked = sorted(clean, key=lambda c: -math.prod(rate(c, n) for n in range(len(cases))))
-                print(f"\n{task} d{head_dim} {'causal' if causal else 'full'}: {len(configs)} legal, {len(clean)} without spills; TFLOP/s at {arguments.seqlens}")
-                for config in ranked[: arguments.show]:
-                    print("  ", " ".join(f"{rate(config, n):6.1f}" for n in range(len(cases))), config, flush=True)
-                names = ("task", "dtype", "head_dim", "head_dim_v", "masked")
-                winners.append(dict(zip(names, key(task, cases[0].problem), strict=True), config=asdict(ranked[0])))  # type: ignore[arg-type]
+                deterministic = task in ("backward_dkv", "backward_dq")
+                lengths = map(int, arguments.seqlens.split(","))
+                cases = [Case(length, head_dim, causal, arguments.dtype, deterministic) for length in lengths]
+                ranked = sweep(runtime, task, cases, arguments.rounds)
+                print(f"{task} d{head_dim} {'causal' if causal else 'full'}, TFLOP/s at {arguments.seqlens}:")
+                for config, rates in ranked[: arguments.show]:
+                    numbers = {name: value for name, value in asdict(config).items() if value != 1}
+                    print("  ", " ".join(f"{rate:6.1f}" for rate in rates), numbers, flush=True)
+                if ranked:
+                    names = ("task", "dtype", "head_dim", "head_dim_v", "masked")
+                    entry = dict(zip(names, key(task, cases[0].problem), strict=True))
+                    winners.append({**entry, "config": asdict(ranked[0][0])})
     if arguments.yaml:
+        content = {"device": runtime.limits().name, "winners": winners}
         with open(arguments.yaml, "w", encoding="utf-8") as file:
-            yaml.safe_dump({"device": runtime.limits().name, "winners": winners}, file, sort_keys=False, default_flow_style=None, width=160)
+            yaml.safe_dump(content, file, sort_keys=False, default_flow_style=None, width=160)
 
 
 if __name__ == "__main__":

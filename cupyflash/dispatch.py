@@ -81,7 +81,7 @@ def choose(task: Task, problem: Problem, limits: Limits, given: Given | None = N
         first = heuristics.listed(task, problem, limits)
         reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in first})
         raise UnsupportedError(
-            f"no {task} kernel for {problem.dtype} with head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
+            f"no {task} kernel for {problem.dtype}, head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
             f"on {limits.name} (sm_{limits.arch}): {'; '.join(reasons)}"
         )
     return found[0], "heuristic"

@@ -47,10 +47,10 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._prepared: dict[Any, _Prepared] = {}
+        self._prepared: dict[Any, Prepared] = {}
 
     def forward(self, problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array | None) -> None:
-        """Writes out and lse (None: not wanted). Arrays are (B, S, H, D) views with a unit last stride; lse is contiguous.
+        """Writes out and lse (None: not wanted). Arrays are (B, S, H, D) views of unit last stride, lse is contiguous.
 
         ``problem`` must have scores: no dimension is 0.
         """
@@ -98,32 +98,34 @@ class Engine:
         plan_of: Callable[[Problem, int, Limits], Plan],
         arrays: tuple[Array, ...],
         bits: int,
-    ) -> _Prepared:
+    ) -> Prepared:
         problem: Problem = key[0]
-        strides = [_strides(array) for array in arrays]
-        plan = plan_of(problem, _vector_bytes(problem, strides, bits), self._runtime.limits())
-        launchers = [self._runtime.load(kernel, grid) for kernel, grid in plan.launches]
-        prepared = _Prepared(plan, launchers, struct, _constants(problem, plan.section, strides))
+        plan = plan_of(problem, vector_bytes(problem, arrays, bits), self._runtime.limits())
+        prepared = Prepared(self._runtime, problem, plan, struct, arrays)
         if len(self._prepared) >= _PREPARED_KEPT:
             self._prepared.clear()
         self._prepared[key] = prepared
         return prepared
 
 
-class _Prepared:
+class Prepared:
     """The launches of one kind of call; only pointers are missing."""
 
-    def __init__(self, plan: Plan, launchers: list[Launcher], struct: ParamStruct, constants: list[float]) -> None:
+    def __init__(
+        self, runtime: Runtime, problem: Problem, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]
+    ) -> None:
         self.plan = plan
-        self._launchers = launchers
+        self.launchers = [runtime.load(kernel, grid) for kernel, grid in plan.launches]
         self._template = np.zeros(1, f"V{struct.packer.size}")
+        constants = _constants(problem, plan.section, [_strides(array) for array in arrays])
         struct.packer.pack_into(self._template, 0, *[0] * struct.pointers, *constants)
         self._pack_pointers = struct.pointer_packer.pack_into
 
     def launch(self, *pointers: int) -> None:
+        """Launches on the current stream, in the order of the struct's pointers."""
         params = self._template.copy()  # one per call: threads may share what is prepared
         self._pack_pointers(params, 0, *pointers)
-        for launcher in self._launchers:
+        for launcher in self.launchers:
             launcher(params)
 
 
@@ -136,10 +138,11 @@ def _strides(array: Array) -> tuple[int, int, int]:
     return batch, row, head
 
 
-def _vector_bytes(problem: Problem, strides: list[tuple[int, int, int]], pointer_bits: int) -> int:
-    """The widest access, up to 16 bytes, to which all pointers, strides and rows are aligned."""
+def vector_bytes(problem: Problem, arrays: tuple[Array, ...], pointer_bits: int) -> int:
+    """The widest access, up to 16 bytes, to which all pointers (their low bits), strides and rows are aligned."""
     elements = problem.head_dim | problem.head_dim_v
-    for batch, row, head in strides:
+    for array in arrays:
+        batch, row, head = _strides(array)
         elements |= batch | row | head
     bits = elements * problem.itemsize | pointer_bits | 16
     return bits & -bits

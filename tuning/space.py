@@ -14,12 +14,12 @@ _SPARE_REGISTERS = 24  # fewer left for addresses and operands than this, and ev
 
 def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     """The legal tensor-core configurations of a task, in a fixed order."""
-    return [
-        config
-        for config in _all(task)
-        if why_illegal(task, config, problem, limits) is None
-        and registers(task, config, problem) <= min(255, 65536 // config.threads // config.blocks_per_sm) - _SPARE_REGISTERS
-    ]
+
+    def has_room(config: TileConfig) -> bool:
+        available = min(255, 65536 // config.threads // config.blocks_per_sm)
+        return registers(task, config, problem) <= available - _SPARE_REGISTERS
+
+    return [c for c in _all(task) if why_illegal(task, c, problem, limits) is None and has_room(c)]
 
 
 def _all(task: Task) -> Iterator[TileConfig]:

@@ -1,6 +1,6 @@
 """The measured winners: tile configurations per GPU model, kept in readable YAML files.
 
-A file ``configs/<GPU name>.yaml`` holds, per task and kind of problem, the configuration that was fastest on that model:
+A file ``configs/<GPU name>.yaml`` holds, per task and kind of problem, what was fastest on that model:
 
     device: NVIDIA H200
     winners:
@@ -14,7 +14,7 @@ problem has a band. A problem without an entry takes the heuristic.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -32,15 +32,12 @@ def find(task: Task, problem: Problem, limits: Limits) -> TileConfig | None:
 
 def key(task: Task, problem: Problem) -> Key:
     """What entries are kept under."""
-    if problem.dtype == "float32":
-        dtype = "tf32" if problem.precision == "tf32" else "float32"
-    else:
-        dtype = "half"
+    dtype = "half" if problem.itemsize == 2 else "tf32" if problem.precision == "tf32" else "float32"
     masked = problem.band.first is not None or problem.band.last is not None
     return task, dtype, tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v), masked
 
 
-@lru_cache(maxsize=None)
+@cache
 def winners(device: str) -> dict[Key, TileConfig]:
     """All entries for a GPU model; empty for one that nobody has measured."""
     path = files("cupyflash.tuning.configs") / file_name(device)

@@ -1,4 +1,4 @@
-"""CUDA as a runtime of the engine: kernels compiled and launched by CuPy. The one place that talks to CuPy's compiler."""
+"""CUDA as a runtime of the engine: kernels compiled and launched by CuPy, whose compiler is used nowhere else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CudaRuntime:
         return cupy.empty(floats, cupy.float32)
 
     def raw_kernel(self, kernel: Kernel) -> Any:
-        """A compiled kernel on the current device, as a ``cupy.RawKernel``. Other threads may compile others meanwhile."""
+        """A compiled kernel on the current device, a ``cupy.RawKernel``. Threads may compile different ones at once."""
         key = (kernel.file, kernel.defines, self.device())
         with self._lock:
             module = self._modules.setdefault(key, _Module())

@@ -14,6 +14,7 @@ from ..resources import KNOWN_GPUS, Limits
 from . import emulated
 from .source import flatten
 
+
 @dataclass
 class HostRuntime:
     """Runs kernels on the CPU.

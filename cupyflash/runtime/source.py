@@ -7,7 +7,7 @@ changed header a changed key. The same flattening, with the other platform folde
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 
 from . import params
@@ -18,7 +18,7 @@ _PLATFORM_FOLDERS = {"cuda": "ptx", "emulated": "emulated"}
 _GENERATED = {"params.cuh": params.header}
 
 
-@lru_cache(maxsize=None)
+@cache
 def flatten(kernel_file: str, platform: str = "cuda") -> str:
     """The text of ``kernels_cu/<kernel_file>`` with every include replaced by the included text, once each.
 
