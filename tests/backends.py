@@ -168,10 +168,11 @@ class GpuTwin:
 
 
 class EmulatedBackend(KernelBackend):
-    """The CUDA kernels built by g++ and run on the CPU: slow, so only small problems."""
+    """The CUDA kernels built by g++ and run on the CPU: slow to build and to run, so only small problems and tiles."""
 
     name = "emulated"
-    max_scores = 1 << 14
+    max_head_dim = 64
+    max_scores = 1 << 13
 
     def missing(self):
         from cupyflash.runtime import emulated

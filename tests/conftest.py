@@ -8,7 +8,7 @@ from backends import BACKENDS
     params=[
         "cpu",
         pytest.param("gpu", marks=pytest.mark.gpu),
-        pytest.param("emulated", marks=pytest.mark.emulated),
+        pytest.param("emulated", marks=[pytest.mark.emulated, pytest.mark.slow]),
     ]
 )
 def backend(request):

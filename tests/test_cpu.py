@@ -168,6 +168,14 @@ def test_nan_and_infinity_in_many_places_of_large_tiles(dtype):
         assert_same_strangeness(got, want)
 
 
+def test_values_as_large_as_the_dtype_holds():
+    """The sum of P V must not overflow where the mean does not."""
+    q, k, v = inputs(1, 8, 1000, 1, 1, 16)
+    v[...] = 3e38
+    out, _ = backend.forward(Problem.of(q, k, v), q, k, v)
+    np.testing.assert_allclose(out, 3e38, rtol=1e-5)
+
+
 # ---- threads
 
 

@@ -476,14 +476,6 @@ def test_any_scale(backend, scale):
     check(backend, Problem.of(q, k, v, scale=scale, causal=True), q, k, v, gradients=abs(scale) < 10)
 
 
-def test_values_as_large_as_the_dtype_holds(backend):
-    """The sum of P V must not overflow where the mean does not."""
-    q, k, v = qkv(1, 8, 1000, 1, 1, 16)
-    v[...] = 3e38
-    out, _ = backend.forward(Problem.of(q, k, v), q, k, v)
-    np.testing.assert_allclose(out, 3e38, rtol=1e-5)
-
-
 def test_scores_that_rise_and_fall(backend):
     """A running maximum that has to follow by hundreds, from tile to tile, in both directions."""
     q, k, v = qkv(1, 70, 1500, 1, 1, 32)
