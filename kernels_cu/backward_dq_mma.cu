@@ -137,14 +137,14 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
             dP.each([&](float& ds) { shrink |= overflows(ds); });
             shrink = warp_any(shrink);
             if (shrink) {
-                dP.multiply(kShrink);
-                dQ.multiply(kShrink);
+                dP.multiply(kShrinkFactor);
+                dQ.multiply(kShrinkFactor);
             }
         }
         warp_gemm<Element, kBc / kStepK<Element>>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
                                                   RowMajorB<Element, true, 1, kBc, kD>(shared.K[stage], 0));
         if (shrink)
-            dQ.multiply(1.0f / kShrink);
+            dQ.multiply(1.0f / kShrinkFactor);
         if (kStages == 1 && j > tiles.first) {
             block_sync();
             load_keys(j - 1, 0);

@@ -101,7 +101,7 @@ DEVICE void hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query,
         for (u32 half = 0; half < 2; ++half) {
             // Relative to this lane's first column, so that the comparisons below are with constants.
             const i32 origin = first_query + static_cast<i32>(P.col(0, 0));
-            const Range queries = band.queries_of(first_key + static_cast<i32>(P.row(m, 2 * half)));
+            const Range queries = band.queries_of(static_cast<i32>(opaque(first_key)) + static_cast<i32>(P.row(m, 2 * half)));
             const i32 first = queries.first - origin, end = queries.end - origin;
 #pragma unroll
             for (u32 n = 0; n < kScoreN; ++n)
@@ -220,7 +220,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
 
         // Near the diagonal some pairs of the tile, and even all pairs of a warp, do not see each other.
         const Range queries = {first_query, first_query + static_cast<i32>(kBr)};
-        const Range score_queries = queries.part(score_query, 8 * kScoreN), score_keys = keys.part(score_key, 16 * kScoreM);
+        const Range score_queries = queries.part(opaque(score_query), 8 * kScoreN), score_keys = keys.part(opaque(score_key), 16 * kScoreM);
         ScoreTile S, dP;
         S.clear();
         dP.clear();
@@ -261,8 +261,8 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                 careful = block_any(hidden_nonfinite);
                 shrink = block_any(too_large);
                 if (shrink) {
-                    dP.multiply(kShrink);
-                    dK.multiply(kShrink);
+                    dP.multiply(kShrinkFactor);
+                    dK.multiply(kShrinkFactor);
                     if constexpr (kSumDq || !kInRegisters)
                         store_accumulator(shared_dS, dP, score_key, score_query);
                     block_sync();
@@ -279,7 +279,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
 
         const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.dO[stage], grad_col);
         const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.Q[stage], grad_col);
-        if (!kBand || band.any_visible(queries, keys.part(grad_key, 16 * kGradM))) {
+        if (!kBand || band.any_visible(queries, keys.part(opaque(grad_key), 16 * kGradM))) {
             if constexpr (kInRegisters) {
                 warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
                 warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
@@ -289,14 +289,14 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             }
         }
         if (shrink)
-            dK.multiply(1.0f / kShrink);
-        if (kSumDq && (!kBand || band.any_visible(queries.part(dq_first_row(), 16 * kDqM), keys))) {
+            dK.multiply(1.0f / kShrinkFactor);
+        if (kSumDq && (!kBand || band.any_visible(queries.part(opaque(dq_first_row()), 16 * kDqM), keys))) {
             DqTile dQ;
             dQ.clear();
             warp_gemm<Element, kBc / kStepK<Element>>(dQ, TransposedA(shared_dS, dq_first_row()),
                                                       RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.K, dq_first_col()));
             if (shrink)
-                dQ.multiply(1.0f / kShrink);
+                dQ.multiply(1.0f / kShrinkFactor);
             add_to_dq_sum(dq_sum_tile(params, work.batch, head, tile), dQ);
         }
         if (kBand && careful) {

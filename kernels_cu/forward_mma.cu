@@ -18,16 +18,19 @@ static_assert(kM * 16 * kWarps == kBr, "each warp owns whole 16-row tiles");
 
 /// The rows of one head that a block works on.
 struct Work {
-    i32 batch, head, kv_head;
+    i32 batch, head;
     Range queries;
+    const Element *k, *v;  // row 0 of its keys and values
 
     Work() = default;
     DEVICE explicit Work(const ForwardParams& params) {
         const TileWork work = tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
         batch = work.batch_head / params.num_heads;
         head = work.batch_head % params.num_heads;
-        kv_head = head / params.group;
         queries = work.rows;
+        const i32 kv_head = head / params.group;
+        k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
+        v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
     }
 };
 
@@ -40,7 +43,9 @@ struct SharedStorage {
         };
         SharedTile<Element, kBr, kDv> O;  // on its way out, when the others are no longer needed
     };
-    Work work;  // kept here while registers are short
+    // Kept here because registers are short:
+    Work work;
+    bool careful;  // hidden non-finite values of V are kept out
 };
 
 /// Hides the scores of keys that a query may not see.
@@ -51,7 +56,7 @@ DEVICE void mask_scores(Accumulator<kM, kBc / 8>& S, const Band& band, i32 first
         for (u32 half = 0; half < 2; ++half) {
             // Relative to this lane's first column, so that the comparisons below are with constants.
             const i32 origin = first_key + static_cast<i32>(S.col(0, 0));
-            const Range keys = band.keys_of(first_query + static_cast<i32>(S.row(m, 2 * half)));
+            const Range keys = band.keys_of(static_cast<i32>(opaque(first_query)) + static_cast<i32>(S.row(m, 2 * half)));
             const i32 first = keys.first - origin, end = keys.end - origin;
 #pragma unroll
             for (u32 n = 0; n < kBc / 8; ++n)
@@ -64,24 +69,23 @@ DEVICE void mask_scores(Accumulator<kM, kBc / 8>& S, const Band& band, i32 first
         }
 }
 
-/// Attention of one block's rows. careful: hidden non-finite values of V are kept out. Returns whether out is finite.
+/// Attention of one block's rows. Returns whether out is finite.
 DEVICE bool attend(const ForwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const Work work(params);
-    if (thread_index() == 0)
+    if (thread_index() == 0) {
         shared.work = work;
+        shared.careful = careful;
+    }
     const Band band = Band::of(params);
     const Score score = Score::of(params);
     const Range tiles = band.key_tiles(work.queries);
 
-    const Element* q = params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride;
-    const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
-    const Element* v = params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride;
-    auto load_K = [&](i32 j) {
+    auto load_K = [&](const Element* k, i32 j) {
         load_tile<kHeadDim>(shared.K, k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
-    auto load_V = [&](i32 j) {
+    auto load_V = [&](const Element* v, i32 j) {
         load_tile<kHeadDimV>(shared.V, v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
@@ -95,16 +99,17 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     SoftmaxState<kM> state(score.unit());
     Accumulator<kM, kDv / 8> O;
     O.clear();
-    load_tile<kHeadDim>(shared.Q, q, params.q_row_stride, work.queries.first, params.seqlen_q);
+    load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
+                        params.q_row_stride, work.queries.first, params.seqlen_q);
     copy_async_commit();
     if (!tiles.empty())
-        load_K(tiles.end - 1);
+        load_K(work.k, tiles.end - 1);
 #pragma unroll 1
     for (i32 j = tiles.end - 1; j >= tiles.first; --j) {
         const i32 first_key = j * static_cast<i32>(kBc);
         copy_async_wait<0>();
         block_sync();  // K_j has landed, and nobody reads V_{j+1} any more
-        load_V(j);
+        load_V(shared.work.v, j);
 
         // Near the diagonal some warps have rows that see none of the tile's keys.
         const Range keys = {first_key, first_key + static_cast<i32>(kBc)};
@@ -122,8 +127,8 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         copy_async_wait<0>();
         block_sync();  // V_j has landed, and nobody reads K_j any more
         if (j > tiles.first)
-            load_K(j - 1);
-        if (kBand && careful && !band.all_visible(work.queries, keys))
+            load_K(shared.work.k, j - 1);
+        if (kBand && !band.all_visible(work.queries, keys) && shared.careful)
             clear_nonfinite(shared.V);
         if (sees) {
             state.update(S, O);                                                                   // S becomes P = exp(S - m)
@@ -148,10 +153,9 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     }
     const bool finite = !kBand || !block_any(!O.all_finite());
     store_accumulator(shared.O, O, warp_row, 0);
-    if (kBand && careful)
+    if (kBand && shared.careful)
         restore_nonfinite<kHeadDimV>(
-            shared.O, params.v + at.batch * params.v_batch_stride + at.kv_head * params.v_head_stride, params.v_row_stride,
-            {0, params.seqlen_k}, [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
+            shared.O, at.v, params.v_row_stride, {0, params.seqlen_k}, [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
     block_sync();
     store_tile<kHeadDimV>(shared.O, params.out + at.batch * params.out_batch_stride + at.head * params.out_head_stride,
                           params.out_row_stride, at.queries.first, params.seqlen_q);

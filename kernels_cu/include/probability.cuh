@@ -24,6 +24,6 @@ DEVICE float probability(float score, float unit, float lse) {
 // possible |dS| / 65504 with head dims up to 256 (|dP| <= 256 * 65504^2 < 2^40).
 constexpr bool kMayOverflow = CF_ELEMENT_MAX < 1e5f;
 constexpr float kOverflowAbove = 32768.0f;
-constexpr float kShrink = 1.0f / (1 << 24);
+constexpr float kShrinkFactor = 1.0f / (1 << 24);
 
 DEVICE bool overflows(float ds) { return kMayOverflow && is_finite(ds) && absolute(ds) > kOverflowAbove; }
