@@ -1,0 +1,295 @@
+"""What a tile configuration needs, against the compiler; and that every known GPU is given some that it can run."""
+
+import dataclasses
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import compiling
+import pytest
+
+from cupyflash import dispatch, heuristics
+from cupyflash.problem import Band, Problem
+from cupyflash.resources import KNOWN_GPUS, Limits, registers, shared_bytes, why_illegal
+from cupyflash.tiles import TASKS, TileConfig, tile_head_dim
+from cupyflash.tuning.space import space
+
+HEAD_DIMS = [(d, d) for d in (8, 16, 40, 59, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)]
+HEAD_DIMS += [(192, 128), (128, 256), (64, 256), (256, 16), (59, 8)]  # d_v of its own
+PRECISIONS = [("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee")]
+T4, A100, H200 = (KNOWN_GPUS[name] for name in ("T4", "A100", "H200"))
+
+
+def problem(d=64, dv=None, dtype="float16", precision="ieee", deterministic=False, **changes):
+    fields = {
+        "batch": 2,
+        "seqlen_q": 1000,
+        "seqlen_k": 1100,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": d,
+        "head_dim_v": d if dv is None else dv,
+        "dtype": dtype,
+        "band": Band(None, 100),
+        "scale": 0.125,
+        "softcap": 0.0,
+        "precision": precision,
+        "deterministic": deterministic,
+    }
+    return Problem(**(fields | changes))
+
+
+# ---- shared memory: the kernels assert CF_SHARED_BYTES == sizeof(SharedStorage)
+
+FRONT_END = "-dlto"  # all checks of C++ but no code
+needs_nvrtc = pytest.mark.skipif(bool(compiling.missing()), reason=compiling.missing() or "NVRTC works")
+
+
+def kernel_of(task, config, p, limits=H200, **changes):
+    kernel = dispatch._kernel(task, config, p, p.itemsize, limits)
+    return dataclasses.replace(kernel, defines=tuple((dict(kernel.defines) | changes).items()))
+
+
+def spread(family, task):
+    """(configuration, problem): the ends of every list, and some of the tuner's, with all kinds of head dims."""
+    choose = random.Random(0)
+    for dtype, precision in PRECISIONS:
+        for d, dv in choose.sample(HEAD_DIMS[:14], 5) + choose.sample(HEAD_DIMS[14:], 2):
+            p = problem(d, dv, dtype, precision)
+            listed = heuristics.candidates(task, p, H200)
+            more = space(task, p, H200)
+            for config in {*listed[:1], *listed[-2:], *choose.sample(more, min(2, len(more)))}:
+                if config.family == family:
+                    yield config, p
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("family", "task"), dispatch._FILES)
+def test_the_compiler_finds_the_same_size(family, task):
+    def failure(case):
+        try:
+            compiling.compile_cuda(kernel_of(task, *case), "compute_90", FRONT_END)
+        except compiling.CompileError as error:
+            return f"{case}: {error}"
+
+    cases = list(spread(family, task))
+    assert len(cases) > 20
+    with ThreadPoolExecutor(2) as pool:
+        assert [text for text in pool.map(failure, cases) if text] == []
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("family", "task"), dispatch._FILES)
+@pytest.mark.parametrize("error", [-128, 16])
+def test_a_wrong_size_does_not_compile(family, task, error):
+    precision = {"mma": "tf32", "simt": "ieee"}[family]
+    p = problem(40, 24, "float32", precision)
+    config = next(c for c in heuristics.candidates(task, p, H200) if c.family == family)
+    wrong = shared_bytes(task, config, p) + error
+    with pytest.raises(compiling.CompileError, match="and SharedStorage disagree"):
+        compiling.compile_cuda(kernel_of(task, config, p, CF_SHARED_BYTES=wrong), "compute_90", FRONT_END)
+
+
+def test_sizes_by_hand():
+    p = problem(64)
+    forward = TileConfig("mma", 128, 64, 4)
+    assert shared_bytes("forward", forward, p) == 2 * 64 * (128 + 64 + 64) + 128  # Q, K, V, and a few indices
+    assert shared_bytes("forward", forward, problem(59)) == shared_bytes("forward", forward, p)  # tiles are padded
+    dq = TileConfig("mma", 64, 32, 4, 2)
+    assert shared_bytes("backward_dq", dq, p) == 2 * 64 * 2 * (64 + 2 * 32)  # Q, dO; two stages of K, V
+    backward = TileConfig("mma", 32, 128, 4, 2, 1, 1, 1, 2)
+    tiles = 2 * (128 * 128 + 2 * 32 * 128 + 128 * 32)  # K, V; two stages of Q, dO; dS
+    assert shared_bytes("backward", backward, p) == tiles + 2 * 2 * 32 * 4 + 128  # LSE and delta, indices
+    exchanged = dataclasses.replace(backward, score_warps_q=2)  # P too
+    assert shared_bytes("backward", exchanged, p) == shared_bytes("backward", backward, p) + 2 * 128 * 32
+
+
+# ---- legality: each reason has its case
+
+
+FORWARD = TileConfig("mma", 128, 64, 4)
+BACKWARD = TileConfig("mma", 64, 128, 8, 2, 1, 2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "p", "reason"),
+    [
+        (T4, problem(dtype="bfloat16"), "bfloat16 on tensor cores needs sm_80; Tesla T4 is sm_75"),
+        (T4, problem(dtype="float32", precision="tf32"), "TF32 needs sm_80; Tesla T4 is sm_75"),
+        (H200, problem(dtype="float32"), 'tensor cores have no exact float32; precision="tf32" allows them'),
+        (dataclasses.replace(T4, arch=70), problem(), "tensor-core kernels need sm_75; Tesla T4 is sm_70"),
+    ],
+)
+def test_why_not_on_tensor_cores(limits, p, reason):
+    for task, config in (("forward", FORWARD), ("backward", BACKWARD), ("backward_dq", FORWARD)):
+        assert why_illegal(task, config, p, limits).startswith(reason)
+
+
+def test_what_tensor_cores_do():
+    for p in (problem(), problem(dtype="bfloat16"), problem(dtype="float32", precision="tf32")):
+        assert why_illegal("forward", FORWARD, p, A100) is None
+    assert why_illegal("forward", FORWARD, problem(), T4) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "reason"),
+    [
+        ("forward", {"Br": 96}, "Br is 96 in tiles; the warps split it in units of 64"),
+        ("forward", {"Bc": 40}, "Bc is 40 in tiles; the warps split it in units of 16"),
+        ("backward_dq", {"Br": 32}, "Br is 32 in tiles; the warps split it in units of 64"),
+        ("backward", {"score_warps_q": 3}, "score_warps_q=3 does not divide 8 warps"),
+        ("backward", {"grad_warps_d": 3}, "grad_warps_d=3 does not divide 8 warps"),
+        ("backward", {"dq_warps_d": 5}, "dq_warps_d=5 does not divide 8 warps"),
+        ("backward", {"score_warps_q": 8}, "Br is 64 in tiles; the warps split it in units of 128"),
+        ("backward", {"Bc": 96, "score_warps_q": 4}, "Bc is 96 in tiles; the warps split it in units of 64"),
+        ("backward", {"Bc": 64, "score_warps_q": 1}, "Bc is 64 in tiles; the warps split it in units of 128"),
+        ("backward", {"grad_warps_d": 8}, "head_dim is 64 in tiles; the warps split it in units of 128"),
+        ("backward", {"dq_warps_d": 8}, "head_dim is 64 in tiles; the warps split it in units of 128"),
+        ("backward", {"dq_warps_d": 1}, "Br is 64 in tiles; the warps split it in units of 128"),
+    ],
+)
+def test_uneven_splits(task, changes, reason):
+    good = {"forward": FORWARD, "backward_dq": TileConfig("mma", 64, 32, 4), "backward": BACKWARD}[task]
+    assert why_illegal(task, good, problem(), H200) is None
+    assert why_illegal(task, dataclasses.replace(good, **changes), problem(), H200) == reason
+
+
+def test_head_dim_of_values_is_split_too():
+    config = dataclasses.replace(BACKWARD, grad_warps_d=4)
+    assert why_illegal("backward", config, problem(64, 64), H200) is None
+    assert why_illegal("backward", config, problem(64, 48), H200).startswith("head_dim_v is 48 in tiles")
+
+
+@pytest.mark.parametrize("family", ["mma", "simt"])
+def test_too_many_threads(family):
+    assert why_illegal("forward", TileConfig(family, 512, 16, 32), problem(16), H200) is None
+    reason = why_illegal("forward", TileConfig(family, 528, 16, 33), problem(16), H200)
+    assert reason == "33 warps are 1056 threads; a block has at most 1024"
+
+
+@pytest.mark.parametrize(
+    ("task", "config"),
+    [
+        ("forward", FORWARD),
+        ("backward", BACKWARD),
+        ("backward_dq", FORWARD),
+        ("forward", TileConfig("simt", 64, 32, 2)),
+        ("backward_dkv", TileConfig("simt", 32, 64, 4)),
+        ("backward_dq", TileConfig("simt", 64, 32, 4)),
+    ],
+)
+def test_shared_memory_up_to_the_last_byte(task, config):
+    need = shared_bytes(task, config, problem())
+    enough = dataclasses.replace(H200, shared_bytes=need)
+    assert why_illegal(task, config, problem(), enough) is None
+    short = dataclasses.replace(H200, shared_bytes=need - 1)
+    expected = f"needs {need} bytes of shared memory per block; NVIDIA H200 has {need - 1}"
+    assert why_illegal(task, config, problem(), short) == expected
+
+
+def test_shared_memory_of_several_blocks():
+    """Each block costs 1 KiB on top, of the multiprocessor's memory, which is 1 KiB more than a block may have."""
+    config = TileConfig("mma", 64, 32, 4, blocks_per_sm=3)
+    need = shared_bytes("forward", config, problem())
+    limit = 3 * need + 2 * 1024
+    assert why_illegal("forward", config, problem(), dataclasses.replace(H200, shared_bytes=limit)) is None
+    reason = why_illegal("forward", config, problem(), dataclasses.replace(H200, shared_bytes=limit - 1))
+    assert reason == f"3 blocks need {need} bytes of shared memory each; an SM has {limit - 1 + 1024}"
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "d", "need", "available"),
+    [
+        ("forward", TileConfig("mma", 128, 128, 4), 256, 256 + 128, 255),  # O: 128 x 256, S: 128 x 128, by 128 threads
+        ("forward", TileConfig("mma", 128, 64, 4, blocks_per_sm=4), 128, 128 + 64, 128),
+        ("forward", TileConfig("mma", 256, 64, 16, blocks_per_sm=2), 64, 32 + 32, 64),
+        ("backward_dq", TileConfig("mma", 128, 128, 4), 64, 64 + 2 * 128, 255),
+        ("backward", TileConfig("mma", 64, 128, 4, 1, 1, 1, 1, 1), 128, 2 * 128 + 2 * 64, 255),
+        (
+            "backward",
+            TileConfig("mma", 64, 64, 4, 1, 1, 1, 1, 1),
+            256,
+            2 * 128 + 128,
+            255,
+        ),  # dQ, not S and dP, is the peak
+        ("backward_dkv", TileConfig("mma", 64, 128, 4, 1, 1, 1, 1, 1), 128, 2 * 128 + 2 * 64, 255),
+    ],
+)
+def test_registers(task, config, d, need, available):
+    assert registers(task, config, problem(d)) == need
+    reason = why_illegal(task, config, problem(d), dataclasses.replace(H200, shared_bytes=1 << 30))
+    expected = f"needs {need} registers per thread for its accumulators; {available} are available"
+    assert reason == (expected if need > available else None)
+
+
+# ---- every known GPU
+
+
+@pytest.mark.parametrize("gpu", KNOWN_GPUS)
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
+def test_every_gpu_has_candidates(gpu, dtype, precision):
+    limits = KNOWN_GPUS[gpu]
+    for (d, dv), task in itertools.product(HEAD_DIMS, TASKS):
+        p = problem(d, dv, dtype, precision)
+        found = heuristics.candidates(task, p, limits)
+        assert [why_illegal(task, config, p, limits) for config in found] == [None] * len(found)
+        families = {config.family for config in found}
+        assert ("simt" in families) == (task != "backward"), (task, d, dv)  # its dQ has a kernel of its own
+        if runs_on_tensor_cores(task, p, limits):
+            assert found[0].family == "mma", (task, d, dv)
+        elif not has_tensor_cores_for(p, limits):
+            assert "mma" not in families, (task, d, dv)
+
+
+def has_tensor_cores_for(p, limits):
+    if p.dtype == "float32":
+        return p.precision == "tf32" and limits.arch >= 80
+    return limits.arch >= (80 if p.dtype == "bfloat16" else 75)
+
+
+def runs_on_tensor_cores(task, p, limits):
+    """All that tensor cores can do; but dK and dV of large head dims have to fit registers and shared memory."""
+    large = max(p.head_dim, p.head_dim_v) > 192 and (
+        limits.shared_bytes < 160_000 or min(p.head_dim, p.head_dim_v) <= 16
+    )
+    return has_tensor_cores_for(p, limits) and not (task in ("backward", "backward_dkv") and large)
+
+
+@pytest.mark.parametrize("gpu", KNOWN_GPUS)
+@pytest.mark.parametrize(("dtype", "precision"), PRECISIONS)
+def test_every_gpu_has_plans(gpu, dtype, precision):
+    limits = KNOWN_GPUS[gpu]
+    for (d, dv), deterministic in [(dims, flag) for dims in HEAD_DIMS for flag in (False, True)]:
+        p = problem(d, dv, dtype, precision, deterministic)
+        for plan in (dispatch.plan_forward(p, p.itemsize, limits), dispatch.plan_backward(p, p.itemsize, limits)):
+            assert plan.section >= 1
+            for task, config, _ in plan.configs:
+                assert why_illegal(task, config, p, limits) is None
+            for kernel, grid in plan.launches:
+                assert grid >= 1
+                assert kernel.threads <= 1024
+                assert kernel.shared_bytes <= limits.shared_bytes, kernel.name
+
+
+def test_bfloat16_on_turing_is_computed_by_plain_multiply_adds():
+    plans = (
+        dispatch.plan_forward(problem(dtype="bfloat16"), 16, T4),
+        dispatch.plan_backward(problem(dtype="bfloat16"), 16, T4),
+    )
+    assert [[config.family for _, config, _ in plan.configs] for plan in plans] == [["simt"], ["simt", "simt"]]
+    assert plans[1].dq_floats == 0
+
+
+@pytest.mark.xfail(
+    strict=True, reason="resources_simt.default_tiles raises a plain ValueError before dispatch can say why"
+)
+@pytest.mark.parametrize("plan", [dispatch.plan_forward, dispatch.plan_backward])
+def test_impossible_gpu(plan):
+    tiny = Limits("Tiny", 80, 4 * 1024, 1, 1 << 20)
+    with pytest.raises(dispatch.UnsupportedError, match=r"no (forward|backward).* float16 with head_dim 64 .*on Tiny"):
+        plan(problem(64), 16, tiny)
+
+
+@pytest.mark.parametrize(("d", "expected"), [(1, 16), (16, 16), (17, 32), (59, 64), (128, 128), (129, 160), (256, 256)])
+def test_head_dims_of_tiles(d, expected):
+    assert tile_head_dim(d) == expected
