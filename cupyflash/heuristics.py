@@ -15,9 +15,15 @@ from .tiles import Task, TileConfig, tile_head_dim
 
 # (largest tile head dim, configurations), smallest first.
 _FORWARD = (
-    (64, ((128, 128, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
-    (128, ((128, 64, 4), (64, 64, 4), (64, 32, 4), (32, 32, 2))),
-    (256, ((128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 2), (16, 32, 1), (16, 16, 1))),
+    (64, ((128, 128, 4), (128, 96, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
+    (128, ((128, 64, 4), (128, 48, 4), (64, 64, 4), (64, 32, 4), (32, 32, 2))),
+    (256, ((64, 64, 4), (64, 48, 4), (64, 32, 4), (32, 32, 2), (16, 32, 1), (16, 16, 1))),
+)
+# With a mask or a cap a tile's scores live longer, beside the mask's limits: smaller score tiles per warp do not spill.
+_FORWARD_SHAPED = (
+    (64, ((128, 96, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
+    (128, ((64, 128, 4), (64, 64, 4), (64, 32, 4), (32, 32, 2))),
+    _FORWARD[2],
 )
 # (Br, Bc, warps, stages, score_warps_q, grad_warps_d, dq_warps_d)
 _BACKWARD = (
@@ -78,7 +84,10 @@ def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 def _mma_list(task: Task, problem: Problem) -> list[TileConfig]:
     head_dim = max(tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v))
     if task == "forward":
-        return [TileConfig("mma", *numbers) for numbers in _first_fit(_FORWARD, head_dim)]
+        shaped = problem.softcap or problem.band.first is not None or problem.band.last is not None
+        return [
+            TileConfig("mma", *numbers) for numbers in _first_fit(_FORWARD_SHAPED if shaped else _FORWARD, head_dim)
+        ]
     if task == "backward_dq":
         return [TileConfig("mma", *numbers) for numbers in _first_fit(_BACKWARD_DQ, head_dim)]
     return [
