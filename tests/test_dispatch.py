@@ -1,0 +1,431 @@
+"""From a problem and its arrays to launches, on a runtime that only takes notes."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+
+from cupyflash import dispatch, engine
+from cupyflash.engine import Engine
+from cupyflash.problem import Band, Problem
+from cupyflash.resources import KNOWN_GPUS
+from cupyflash.runtime.params import BACKWARD, FORWARD
+
+H200, T4 = KNOWN_GPUS["H200"], KNOWN_GPUS["T4"]
+
+
+class NotingRuntime:
+    """Loads and launches nothing, and remembers what it was asked for."""
+
+    def __init__(self):
+        self.current_device = 0
+        self.gpus = {0: H200, 1: T4}
+        self.loads, self.launches, self.workspaces = [], [], []
+
+    def device(self):
+        return self.current_device
+
+    def limits(self):
+        return self.gpus[self.current_device]
+
+    def load(self, kernel, grid):
+        self.loads.append((kernel, grid))
+        return lambda params: self.launches.append((kernel.name, grid, params.tobytes()))
+
+    def address(self, array):
+        return array.ctypes.data
+
+    def workspace(self, floats):
+        padded = np.empty(floats + 64, np.float32)
+        self.workspaces.append(padded[-padded.ctypes.data % 256 // 4 :][:floats])
+        return self.workspaces[-1]
+
+
+@pytest.fixture
+def runtime():
+    return NotingRuntime()
+
+
+def aligned(shape, dtype=np.float16, offset=0):
+    """A contiguous array that begins `offset` bytes behind a multiple of 256."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.zeros(size + 512, np.uint8)
+    start = -buffer.ctypes.data % 256 + offset
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
+def arrays(B=2, Sq=100, Sk=130, H=4, Hk=2, D=64, dtype=np.float16):
+    return [aligned(shape, dtype) for shape in ((B, Sq, H, D), (B, Sk, Hk, D), (B, Sk, Hk, D), (B, Sq, H, D))]
+
+
+def forward(runtime_or_engine, q, k, v, out, lse=None, **options):
+    engine = runtime_or_engine if isinstance(runtime_or_engine, Engine) else Engine(runtime_or_engine)
+    engine.forward(Problem.of(q, k, v, **options), q, k, v, out, lse)
+
+
+def backward(engine, q, k, v, out, **options):
+    dout, dq, dk, dv = (aligned(x.shape, x.dtype) for x in (out, q, k, v))
+    lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+    engine.backward(Problem.of(q, k, v, **options), dout, q, k, v, out, lse, dq, dk, dv)
+    return dout, lse, dq, dk, dv
+
+
+def fields(param_struct, data):
+    return dict(zip([name for name, _ in param_struct.fields], param_struct.packer.unpack(data), strict=True))
+
+
+# ---- macros
+
+
+def defines(task="forward", vector_bytes=16, limits=H200, **changes):
+    q, k, v, _ = arrays()
+    p = dataclasses.replace(Problem.of(q, k, v), **changes)
+    plan = dispatch.plan_forward if task == "forward" else dispatch.plan_backward
+    return dict(plan(p, vector_bytes, limits).launches[-1 if task == "backward_dq" else 0][0].defines)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "flags"), [(None, None, (0, 0)), (None, 0, (0, 1)), (0, None, (1, 0)), (-5, 0, (1, 1))]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_bound_of_0_is_a_bound(first, last, flags, deterministic):
+    changes = {"band": Band(first, last), "deterministic": deterministic}
+    for task in ("forward", "backward", "backward_dq"):
+        found = defines(task, **changes)
+        assert (found["CF_BAND_FIRST"], found["CF_BAND_LAST"]) == flags
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "kind"), [(0.1, 0.0, 0), (-0.1, 0.0, 1), (0.0, 0.0, 1), (0.1, 30.0, 2), (-0.1, 30.0, 2)]
+)
+def test_kinds_of_scores(scale, softcap, kind):
+    assert defines(scale=scale, softcap=softcap)["CF_SCORE"] == kind
+
+
+def test_macros_of_types_and_dims():
+    found = defines(dtype="bfloat16", head_dim=59, head_dim_v=130, vector_bytes=2)
+    assert found["CF_ELEMENT"] == "BFloat16"
+    assert float(found["CF_ELEMENT_MAX"].rstrip("f")) == pytest.approx((2 - 2**-7) * 2.0**127, rel=1e-4)
+    assert (found["CF_HEAD_DIM"], found["CF_TILE_D"]) == (59, 64)
+    assert (found["CF_HEAD_DIM_V"], found["CF_TILE_DV"]) == (130, 160)
+    assert found["CF_VECTOR_BYTES"] == 2
+    assert found["CF_ARCH"] == 90
+    assert defines("backward")["CF_SUM_DQ"] == 1
+    assert defines("backward", deterministic=True)["CF_SUM_DQ"] == 0
+
+
+def test_what_is_not_a_macro_shares_kernels(runtime):
+    """Lengths, batch, heads, bounds of the band and the size of the scale do not compile anything anew."""
+    q, k, v, out = arrays(B=3, Sq=7, Sk=9, H=8, Hk=1)
+    forward(runtime, *arrays(), window=(20, 3))
+    forward(runtime, q, k, v, out, window=(2, 1), scale=0.3)
+    assert runtime.loads[0][0] == runtime.loads[1][0]
+
+
+# ---- alignment
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "dtype", "expected"),
+    [
+        (64, 64, np.float16, 16),
+        (8, 8, np.float16, 16),
+        (40, 40, np.float16, 16),
+        (36, 64, np.float16, 8),
+        (64, 36, np.float16, 8),
+        (34, 34, np.float16, 4),
+        (59, 59, np.float16, 2),
+        (1, 1, np.float16, 2),
+        (4, 4, np.float32, 16),
+        (2, 4, np.float32, 8),
+        (59, 59, np.float32, 4),
+    ],
+)
+def test_vectors_divide_the_rows(D, Dv, dtype, expected):
+    q = aligned((2, 3, 4, D), dtype)
+    v = aligned((2, 3, 4, Dv), dtype)
+    assert engine.vector_bytes(Problem.of(q, q, v), (q, q, v, v), 0) == expected
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize(
+    ("axis", "elements", "expected"), [(1, 1, 2), (1, 2, 4), (0, 4, 8), (2, -8, 16), (2, -1, 2), (1, 0, 16), (2, 12, 8)]
+)
+def test_vectors_divide_the_strides(which, axis, elements, expected):
+    four = [aligned((2, 3, 4, 64)) for _ in range(4)]
+    strides = list(four[which].strides)
+    strides[axis] = 2 * elements
+    p = Problem.of(*four[:3])
+    four[which] = as_strided(four[which], four[which].shape, strides)
+    assert engine.vector_bytes(p, tuple(four), 0) == expected
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize(("offset", "expected"), [(0, 16), (2, 2), (4, 4), (6, 2), (8, 8), (10, 2), (16, 16), (32, 16)])
+def test_vectors_divide_the_addresses(runtime, which, offset, expected):
+    four = arrays()
+    four[which] = aligned(four[which].shape, offset=offset)
+    forward(runtime, *four)
+    ((kernel, _),) = runtime.loads
+    assert dict(kernel.defines)["CF_VECTOR_BYTES"] == expected
+
+
+def test_strides_of_axes_of_length_1_mean_nothing(runtime):
+    base = aligned((1, 100, 1, 64))
+    nonsense = as_strided(base, base.shape, (10**9 + 1, 128, 7, 2))
+    forward(runtime, nonsense, nonsense, nonsense, nonsense)
+    (name, _, data) = runtime.launches[0]
+    packed = fields(FORWARD, data)
+    assert name == "forward_mma"
+    assert [packed[f"q_{axis}_stride"] for axis in ("batch", "row", "head")] == [0, 64, 0]
+    assert dict(runtime.loads[0][0].defines)["CF_VECTOR_BYTES"] == 16
+
+
+# ---- parameters
+
+
+def test_parameters_of_the_forward(runtime):
+    q, k, v, out = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2)
+    q = q[:, ::-1]
+    k = np.broadcast_to(k[:1], k.shape)
+    lse = np.zeros((3, 4, 100), np.float32)
+    forward(runtime, q, k, v, out, lse, window=(20, 3), scale=-0.25, softcap=7.0)
+    packed = fields(FORWARD, runtime.launches[0][2])
+    for name, array in {"q": q, "k": k, "v": v, "out": out}.items():
+        assert packed[name] == array.ctypes.data
+        assert [packed[f"{name}_{axis}_stride"] * 2 for axis in ("batch", "row", "head")] == list(array.strides[:3])
+    assert packed["lse"] == lse.ctypes.data
+    expected = {
+        "batch": 3,
+        "seqlen_q": 100,
+        "seqlen_k": 130,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "group": 2,
+        "band_first": 30 - 20,
+        "band_last": 30 + 3,
+        "scale": -0.25,
+        "softcap": 7.0,
+    }
+    assert {name: packed[name] for name in expected} == expected
+
+
+def test_parameters_of_the_backward(runtime):
+    q, k, v, out = arrays()
+    q, out = q[::-1], np.broadcast_to(out[:1], out.shape)
+    dout, lse, dq, dk, dv = backward(Engine(runtime), q, k, v, out, causal=True)
+    assert len(runtime.launches) == 3
+    assert len({data for _, _, data in runtime.launches}) == 1
+    packed = fields(BACKWARD, runtime.launches[0][2])
+    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    for name, array in named.items():
+        assert packed[name] == array.ctypes.data
+        assert [packed[f"{name}_{axis}_stride"] * 2 for axis in ("batch", "row", "head")] == list(array.strides[:3])
+    assert packed["lse"] == lse.ctypes.data
+    assert packed["band_last"] == 30
+
+
+def test_no_lse_is_a_null_pointer(runtime):
+    forward(runtime, *arrays())
+    assert fields(FORWARD, runtime.launches[0][2])["lse"] == 0
+
+
+# ---- grids and sections
+
+
+def blocks(rows, tile):
+    return len(range(0, rows, tile))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_every_tile_has_its_block(runtime, deterministic, dtype):
+    four = arrays(B=3, Sq=257, Sk=1030, H=6, Hk=2, dtype=dtype)
+    forward(runtime, *four)
+    backward(Engine(runtime), *four, deterministic=deterministic)
+    (fwd, fwd_grid), (rows, rows_grid), (main, main_grid), (dq, dq_grid) = runtime.loads
+    tile = {kernel: dict(kernel.defines) for kernel in (fwd, rows, main, dq)}
+    assert fwd_grid == 3 * 6 * blocks(257, tile[fwd]["CF_BR"])
+    assert rows_grid == 3 * 6 * blocks(257, tile[rows]["CF_BR"])
+    assert main_grid == 3 * 2 * blocks(1030, tile[main]["CF_BC"])
+    assert dq_grid == 3 * 6 * blocks(257, tile[dq]["CF_BR"])
+    assert rows.name == "backward_rows"
+    summed = dtype == np.float16 and not deterministic
+    assert (dq.name == "backward_dq_store") == summed
+    if summed:  # what one kernel sums in fragments the other reads: they agree on everything
+        assert main.defines == dq.defines == rows.defines
+
+
+def test_more_blocks_than_a_launch_has():
+    q, k, v, _ = arrays(H=1, Hk=1)
+    p = dataclasses.replace(
+        Problem.of(q, k, v), batch=2**15, num_heads=2**16, num_kv_heads=2**16, seqlen_q=1, seqlen_k=1
+    )
+    for plan in (dispatch.plan_forward, dispatch.plan_backward):
+        with pytest.raises(dispatch.UnsupportedError, match="2147483648 blocks; a launch has fewer than 2\\^31"):
+            plan(p, 16, H200)
+        assert plan(dataclasses.replace(p, batch=2**15 - 1), 16, H200).launches[0][1] == 2**31 - 2**16
+
+
+def test_zero_blocks_are_refused():
+    """CuPy makes one block of none, and that one would write (case 119)."""
+    cuda = pytest.importorskip("cupyflash.runtime.cuda", reason="CuPy is not installed")
+    q, k, v, _ = arrays()
+    kernel, _ = dispatch.plan_forward(Problem.of(q, k, v), 16, H200).launches[0]
+    with pytest.raises(ValueError, match="forward_mma would be launched with 0 blocks"):
+        cuda.CudaRuntime().load(kernel, 0)
+
+
+def section(changes, limits=H200, plan=dispatch.plan_forward):
+    q, k, v, _ = arrays(B=4, Sq=1024, Sk=1024, H=8, Hk=8)
+    return plan(dataclasses.replace(Problem.of(q, k, v, causal=True), **changes), 16, limits).section
+
+
+def test_sections():
+    """Heads whose keys and values (256 KiB each here) stream from half of the L2 cache."""
+    small = dataclasses.replace(H200, l2_bytes=5 << 20)
+    assert section({}, small) == 10
+    assert section({"num_kv_heads": 2}, small) == 32  # four heads share keys and values; all 32 heads fit
+    assert section({"num_kv_heads": 2}, dataclasses.replace(H200, l2_bytes=1 << 20)) == 8
+    assert section({}) == 32  # all there are
+    assert section({}, dataclasses.replace(H200, l2_bytes=1 << 10)) == 1
+    assert section({"band": Band(None, None)}) == 1
+    assert section({}, plan=dispatch.plan_backward) == 32
+
+
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True, reason="plan_forward divides by bytes_per_head, here 0")
+def test_section_of_tiny_heads():
+    """Keys and values of less than a byte per query head."""
+    tiny = {"seqlen_q": 2, "seqlen_k": 1, "num_heads": 64, "num_kv_heads": 1, "head_dim": 1, "head_dim_v": 1}
+    assert section(tiny | {"band": Band(None, -1)}) >= 1
+
+
+# ---- what is kept between calls
+
+
+def test_equal_calls_are_planned_once(runtime):
+    same = Engine(runtime)
+    four = arrays()
+    for _ in range(3):
+        forward(same, *four)
+        forward(same, *arrays(), lse=np.zeros((2, 4, 100), np.float32))
+    assert (len(runtime.loads), len(runtime.launches)) == (1, 6)
+    for _ in range(3):
+        backward(same, *arrays())
+    assert (len(runtime.loads), len(runtime.launches)) == (1 + 3, 6 + 9)
+
+
+def test_nothing_is_taken_for_another_call(runtime):
+    """Equal shapes with other dtypes, strides, alignments, options or GPUs are planned anew (case 58)."""
+    same = Engine(runtime)
+    q, k, v, out = arrays(Sq=64, Sk=64, H=4, Hk=4)
+    swapped = aligned((2, 4, 64, 64)).swapaxes(1, 2)
+    broadcast = np.broadcast_to(k[:, :1], k.shape)
+    variants = [
+        (q, k, v, out),
+        [x.astype(np.float32) for x in (q, k, v, out)],
+        (swapped, k, v, out),
+        (q, swapped, v, out),
+        (q, k, swapped, out),
+        (q, k, v, swapped),
+        (q, broadcast, v, out),
+        (aligned(q.shape, offset=2), k, v, out),
+        (q, k, v, aligned(q.shape, offset=8)),
+    ]
+    options = [{"causal": True}, {"scale": 0.1}, {"scale": -0.1}, {"softcap": 2.0}, {"window": (3, 4)}]
+    calls = [(four, {}) for four in variants] + [(variants[0], option) for option in options]
+    for _ in range(2):
+        for four, option in calls:
+            forward(same, *four, **option)
+    assert len(runtime.loads) == len(calls)
+    runtime.current_device = 1
+    forward(same, *variants[0])
+    assert dict(runtime.loads[-1][0].defines)["CF_ARCH"] == 75
+    assert len(runtime.loads) == len(calls) + 1
+
+    by_call = runtime.launches[: len(calls)]
+    assert by_call == runtime.launches[len(calls) : 2 * len(calls)]
+    for (four, _), (_, _, data) in zip(calls, by_call, strict=True):
+        packed = fields(FORWARD, data)
+        for name, array in zip(("q", "k", "v", "out"), four, strict=True):
+            strides = [packed[f"{name}_{axis}_stride"] * array.itemsize for axis in ("batch", "row", "head")]
+            assert strides == list(array.strides[:3])
+
+
+def test_what_is_kept_is_bounded(runtime, monkeypatch):
+    monkeypatch.setattr(engine, "_PREPARED_KEPT", 3)
+    same = Engine(runtime)
+    for length in range(1, 9):
+        forward(same, *arrays(Sq=length))
+        assert len(same._prepared) <= 3
+
+
+# ---- workspace
+
+
+@pytest.mark.parametrize("Sq", [1, 63, 64, 100, 1000])
+@pytest.mark.parametrize("D", [40, 64, 256])
+def test_workspace_is_delta_and_the_sum_of_dq(runtime, Sq, D):
+    backward(Engine(runtime), *arrays(B=2, Sq=Sq, H=6, Hk=2, D=D))
+    main, _ = runtime.loads[1]
+    tile = dict(main.defines)
+    rows = 2 * 6 * Sq
+    sums = 2 * 6 * blocks(Sq, tile["CF_BR"]) * tile["CF_BR"] * tile["CF_TILE_D"]
+    (workspace,) = runtime.workspaces
+    assert rows + sums <= workspace.size < rows + sums + 64
+    packed = fields(BACKWARD, runtime.launches[0][2])
+    assert packed["delta"] == workspace.ctypes.data
+    assert packed["dq_sum"] >= packed["delta"] + 4 * rows
+    assert packed["dq_sum"] + 4 * sums == workspace.ctypes.data + workspace.nbytes
+    assert packed["dq_sum"] % 256 == 0
+
+
+@pytest.mark.parametrize(("dtype", "deterministic"), [(np.float16, True), (np.float32, False)])
+def test_workspace_without_a_sum_is_delta(runtime, dtype, deterministic):
+    backward(Engine(runtime), *arrays(B=2, Sq=100, H=6, Hk=2, dtype=dtype), deterministic=deterministic)
+    assert 2 * 6 * 100 <= runtime.workspaces[0].size < 2 * 6 * 100 + 64
+
+
+def test_every_backward_has_its_own_workspace(runtime):
+    same = Engine(runtime)
+    backward(same, *arrays())
+    backward(same, *arrays())
+    assert runtime.workspaces[0].ctypes.data != runtime.workspaces[1].ctypes.data
+
+
+# ---- threads
+
+
+def test_threads_launch_with_their_own_pointers(runtime):
+    """They share what is prepared; both have written their parameters before either launches."""
+    both = threading.Barrier(2, timeout=10)
+    expected, seen = {}, {}
+
+    def load(kernel, grid):
+        def launch(params):
+            if expected:
+                both.wait()
+                seen[threading.get_ident()] = fields(FORWARD, params.tobytes())
+
+        runtime.loads.append(kernel)
+        return launch
+
+    runtime.load = load
+    same = Engine(runtime)
+    q, k, v, out = arrays()
+    forward(same, q, k, v, out)
+
+    def call(q, out):
+        expected[threading.get_ident()] = q.ctypes.data, out.ctypes.data
+        forward(same, q, k, v, out)
+
+    threads = [threading.Thread(target=call, args=(aligned(q.shape), aligned(out.shape))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(runtime.loads) == 1
+    assert len(expected) == 2
+    assert {ident: (packed["q"], packed["out"]) for ident, packed in seen.items()} == expected
