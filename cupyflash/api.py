@@ -251,7 +251,9 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
     try:
         adopted = {name: arrays.adopt(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
         arrays.check_one_place(adopted)
-        _resolve(adopted["q"], adopted["k"], adopted["v"], Options(**options))
+        call = _resolve(adopted["q"], adopted["k"], adopted["v"], Options(**options))
+        if call.place != "cpu":
+            importlib.import_module(".gpu", __package__).check(call.problem)
     except Exception as error:  # whatever keeps attention from working is the answer
         return False, str(error)
     return True, ""

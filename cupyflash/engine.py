@@ -49,6 +49,11 @@ class Engine:
         self._runtime = runtime
         self._prepared: dict[Any, Prepared] = {}
 
+    def check(self, problem: Problem) -> None:
+        """Raises UnsupportedError if the current device cannot compute the problem; nothing is compiled."""
+        for plan in (plan_forward, plan_backward):
+            plan(problem, problem.itemsize, self._runtime.limits())
+
     def forward(self, problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array | None) -> None:
         """Writes out and lse (None: not wanted). Arrays are (B, S, H, D) views of unit last stride, lse is contiguous.
 

@@ -7,5 +7,6 @@ from .runtime.cuda import CudaRuntime
 
 _engine = Engine(CudaRuntime())
 
+check = _engine.check
 forward = _engine.forward
 backward = _engine.backward
