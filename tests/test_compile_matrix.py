@@ -1,0 +1,134 @@
+"""What ships compiles without a warning and without a spill: the kernels that dispatch takes where nothing is measured.
+
+Not every combination, but each for a reason. A kernel depends on the architecture (registers, instructions), on the
+tiles (shared memory of the GPU, head dims, dtype), on the band, on the kind of score and on how wide accesses are. All
+are compiled for the common case, causal float16, and then one of them is varied at a time. What an entry computes is
+not of interest here.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import compiling
+import pytest
+
+from cupyflash import dispatch, resources
+from cupyflash.problem import Band, Problem
+from cupyflash.resources import KNOWN_GPUS
+from cupyflash.runtime.cuda import options
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(compiling.missing()), reason=compiling.missing() or "NVRTC works"),
+]
+
+# One GPU per architecture; those of one architecture in KNOWN_GPUS have the same shared memory, and so the same tiles.
+GPUS = {
+    "sm_75": "T4",
+    "sm_80": "A100",
+    "sm_86": "RTX3090",
+    "sm_89": "L4",
+    "sm_90": "H200",
+    "sm_100": "B200",
+    "sm_120": "RTX5090",
+}
+DIMS = (64, 128, 256)
+BANDS = {"none": Band(None, None), "causal": Band(None, 0), "window": Band(-100, 0)}
+FORWARD, BACKWARD, DETERMINISTIC = "forward", "backward", "deterministic"
+PASSES = (FORWARD, BACKWARD, DETERMINISTIC)
+REGISTERS_PER_SM = 65536
+
+
+def problem(d=128, dv=None, dtype="float16", band="causal", scale=0.125, softcap=0.0, deterministic=False):
+    dtype, precision = ("float32", dtype) if dtype in ("tf32", "ieee") else (dtype, "ieee")
+    dv = d if dv is None else dv
+    return Problem(2, 1024, 1024, 4, 2, d, dv, dtype, BANDS[band], scale, softcap, precision, deterministic)
+
+
+def matrix():
+    """{what is compiled, and why: [(architecture, pass, what differs from the common case)]}"""
+    cases = {}
+    for arch in GPUS:
+        cases[f"{arch}: the common case"] = [(arch, run, {"d": d}) for d, run in product(DIMS, PASSES)]
+    for arch, passes in {"sm_80": (BACKWARD,), "sm_90": PASSES, "sm_120": (FORWARD, BACKWARD)}.items():
+        cases[f"{arch}: bfloat16 is converted by other instructions"] = [
+            (arch, run, {"d": d, "dtype": "bfloat16"}) for d, run in product(DIMS, passes)
+        ]
+    for arch in ("sm_80", "sm_89", "sm_90"):  # three sizes of shared memory
+        cases[f"{arch}: TF32 has operands and tiles of its own"] = [
+            (arch, run, {"d": d, "dtype": "tf32"}) for d, run in product(DIMS, PASSES)
+        ]
+    for arch in ("sm_75", "sm_90", "sm_120"):
+        cases[f"{arch}: float32 has kernels of its own"] = [
+            (arch, run, {"d": d, "dtype": "ieee"}) for d, run in product(DIMS, (FORWARD, BACKWARD))
+        ]
+    cases["sm_75: bfloat16 has no tensor cores"] = [
+        ("sm_75", run, {"d": d, "dtype": "bfloat16"}) for d, run in product(DIMS, (FORWARD, BACKWARD))
+    ]
+    for arch, passes in {"sm_75": (BACKWARD,), "sm_89": (FORWARD, BACKWARD), "sm_90": PASSES}.items():
+        cases[f"{arch}: head dims that tiles pad, or that warps share otherwise"] = [
+            (arch, run, {"d": d}) for d, run in product((16, 40, 59, 96, 192), passes)
+        ]
+    cases["sm_90: other bands"] = [
+        ("sm_90", run, {"d": d, "band": band})
+        for band, d, run in product(("none", "window"), DIMS, (FORWARD, BACKWARD))
+    ]
+    for arch in ("sm_80", "sm_90"):
+        cases[f"{arch}: other scores"] = [
+            (arch, run, changes) for changes, run in product(({"scale": -0.1}, {"softcap": 30.0}), PASSES)
+        ]
+    cases["sm_90: values of another head dim"] = [
+        ("sm_90", run, {"d": d, "dv": dv}) for (d, dv), run in product(((192, 128), (64, 256)), (FORWARD, BACKWARD))
+    ]
+    for arch in ("sm_90", "sm_100", "sm_120"):
+        cases[f"{arch}a: the architecture-specific target"] = [(f"{arch}a", run, {}) for run in (FORWARD, BACKWARD)]
+    return cases
+
+
+def kernels(arch, run, changes):
+    """The modules of a pass: all but the first kernel of a module, which has the others in it."""
+    p = problem(**changes, deterministic=run == DETERMINISTIC)
+    plan = dispatch.plan_forward if run == FORWARD else dispatch.plan_backward
+    launches = plan(p, 16 if p.head_dim % 8 == 0 else p.itemsize, KNOWN_GPUS[GPUS[arch.rstrip("a")]]).launches
+    return {(kernel.file, kernel.defines): kernel for kernel, _ in launches}.values()
+
+
+def complaints(arch, kernel):
+    """What is wrong with a compiled module, a line each."""
+    what = f"{kernel.file} for {arch} {' '.join(option for option in options(kernel) if option[:2] == '-D')}"
+    try:
+        log = compiling.compile_cuda(kernel, arch, "--ptxas-options=-v")
+    except compiling.CompileError as error:
+        return [f"{what}: does not compile:\n{error}"]
+    found = [f"{what}: {line}" for line in log.splitlines() if "warning" in line.lower()]
+    for name, usage in compiling.usage(log).items():
+        if usage.spill_bytes or usage.stack_bytes:
+            found.append(f"{what}: {name} spills {usage.spill_bytes} bytes, its stack has {usage.stack_bytes}")
+        if usage.registers * kernel.threads > REGISTERS_PER_SM:
+            found.append(f"{what}: {name} has {usage.registers} registers, too many for {kernel.threads} threads")
+    return found
+
+
+@pytest.mark.parametrize("cases", matrix().values(), ids=list(matrix()))
+def test_defaults_compile_without_spills(cases):
+    modules = {(arch, kernel) for arch, run, changes in cases for kernel in kernels(arch, run, changes)}
+    with ThreadPoolExecutor(2) as pool:
+        found = [line for lines in pool.map(lambda module: complaints(*module), modules) for line in lines]
+    assert not found, "\n".join(sorted(found))
+
+
+def test_complaints_are_found():
+    """Of a kernel that spills, of one that draws a warning, and of one that does not compile."""
+    p = problem(64)
+    kernel = next(iter(kernels("sm_90", FORWARD, {"d": 64})))
+    crowded = dispatch.TileConfig("mma", 128, 128, 4, blocks_per_sm=4)
+    assert resources.registers("forward", crowded, p) > REGISTERS_PER_SM // 4 // crowded.threads
+    (line,) = complaints("sm_90", dispatch._kernel("forward", crowded, p, 16, KNOWN_GPUS["H200"]))
+    assert "forward_mma spills" in line
+    assert complaints("sm_90", kernel_with(kernel, "CF_ELEMENT", "Float17"))[0].count("does not compile")
+    assert "warning" in complaints("sm_90", kernel_with(kernel, "CF_SCORE", "(-1 > 0u ? 0 : 0)"))[0]
+
+
+def kernel_with(kernel, name, value):
+    changed = tuple((dict(kernel.defines) | {name: value}).items())
+    return dispatch.Kernel(kernel.file, kernel.name, changed, kernel.threads, kernel.shared_bytes)

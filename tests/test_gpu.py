@@ -1,0 +1,449 @@
+"""What only a GPU can show: memory, streams, graphs, determinism under load, addresses beyond 32 bits, registers.
+
+Values are compared with float64 in the other tests, which run on every backend. Here most right answers are the bits of
+an equal computation without the difficulty, or known exactly.
+"""
+
+import contextlib
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from oracles import DTYPES, assert_close, assert_lse_close, naive_backward, naive_forward
+
+import cupyflash
+from cupyflash import dispatch
+from cupyflash.problem import Problem
+from cupyflash.reference import reference_backward, reference_forward
+from cupyflash.tiles import tile_head_dim
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+KINDS = [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]  # dtype, precision
+every_kind = pytest.mark.parametrize(("dtype", "precision"), KINDS)
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+SOURCE = r"""
+__device__ void wait(long long cycles) {
+    const long long start = clock64();
+    while (clock64() - start < cycles) {
+    }
+}
+
+extern "C" __global__ void spin(long long cycles) { wait(cycles); }
+
+extern "C" __global__ void fill_late(unsigned short* array, long long size, unsigned short value, long long cycles) {
+    wait(cycles);
+    for (long long n = blockIdx.x * blockDim.x + threadIdx.x; n < size; n += gridDim.x * blockDim.x)
+        array[n] = value;
+}
+"""
+MILLISECOND = 2_000_000  # clock cycles of a GPU at 2 GHz, or a little more
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """A module with the kernels ``spin`` and ``fill_late``."""
+    return cupy.RawModule(code=SOURCE)
+
+
+@pytest.fixture
+def runtime():
+    """The runtime behind the public functions."""
+    from cupyflash import gpu
+
+    return gpu._engine._runtime
+
+
+def to_gpu(host):
+    """As words: not every library that moves bits knows bfloat16."""
+    words = np.ascontiguousarray(host).view(WORDS[host.itemsize])
+    return cupy.asarray(words).view(host.dtype)
+
+
+def to_host(array):
+    return cupy.asnumpy(array.view(WORDS[array.itemsize])).view(array.dtype)
+
+
+def randn(*shape, dtype="float16", seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32).astype(DTYPES[dtype])
+
+
+def on_host(B, Sq, Sk, H, Hk, D, dtype="float16", seed=0):
+    """(q, k, v, dout)."""
+    shapes = (B, Sq, H, D), (B, Sk, Hk, D), (B, Sk, Hk, D), (B, Sq, H, D)
+    return [randn(*shape, dtype=dtype, seed=4 * seed + n) for n, shape in enumerate(shapes)]
+
+
+def both(q, k, v, dout, deterministic=True, **options):
+    """(out, lse, dq, dk, dv)."""
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+    return out, lse, *gradients
+
+
+def assert_same_bits(got, expected):
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=False):
+        x, y = (a.view(WORDS[a.itemsize]) for a in (x, y))
+        assert x.shape == y.shape, name
+        different = int(cupy.count_nonzero(x != y))
+        assert different == 0, f"{name} differs in {different} of {x.size} elements"
+
+
+def assert_right(results, arrays, precision=None, **options):
+    """out, lse, dq, dk and dv against float64."""
+    q, k, v, dout = arrays
+    p = Problem.of(q, k, v, precision=precision, **options)
+    out, lse, *gradients = map(to_host, results)
+    expected, expected_lse = reference_forward(p, q, k, v)
+    assert_close(out, expected, naive_forward(p, q, k, v), what="out")
+    assert_lse_close(lse, expected_lse)
+    expected, naive = reference_backward(p, dout, q, k, v), naive_backward(p, dout, q, k, v)
+    for name, *three in zip(("dq", "dk", "dv"), gradients, expected, naive, strict=True):
+        assert_close(*three, kind="gradient", what=name)
+
+
+# ---- memory
+
+
+def blocks_of_512(*sizes):
+    """What CuPy's pool takes for allocations of these sizes."""
+    return sum(-(-size // 512) * 512 for size in sizes)
+
+
+def growth(call):
+    """Bytes that a call takes beyond its arguments at its peak: what a pool without free blocks has to add."""
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        call()  # compiled, loaded, planned
+        gc.collect()
+        pool.free_all_blocks()
+        assert pool.total_bytes() == 0
+        results = call()
+        taken = pool.total_bytes()
+        cupy.cuda.get_current_stream().synchronize()
+        del results
+    return taken
+
+
+@every_kind
+@pytest.mark.parametrize(("S", "H", "Hk"), [(1000, 8, 8), (4096, 8, 2)])
+def test_forward_takes_its_results_only(dtype, precision, S, H, Hk):
+    q, k, v, _ = map(to_gpu, on_host(2, S, S, H, Hk, 64, dtype))
+    taken = growth(lambda: cupyflash.attention(q, k, v, causal=True, precision=precision, return_lse=True))
+    assert taken == blocks_of_512(q.nbytes, 4 * 2 * H * S)
+    out = cupy.empty_like(q)
+    assert growth(lambda: cupyflash.attention(q, k, v, causal=True, precision=precision, out=out)) == 0
+
+
+@every_kind
+@pytest.mark.parametrize(("S", "H", "Hk"), [(1000, 8, 8), (4096, 8, 2)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_takes_its_results_and_one_workspace(runtime, dtype, precision, S, H, Hk, deterministic):
+    """Delta, and where dQ is summed over key blocks a float32 dQ; heads that share keys add nothing."""
+    q, k, v, dout = map(to_gpu, on_host(2, S, S, H, Hk, 64, dtype))
+    options = {"causal": True, "precision": precision}
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    options["deterministic"] = deterministic
+    task, tiles, _ = dispatch.plan_backward(Problem.of(q, k, v, **options), 16, runtime.limits()).configs[0]
+    workspace = -(-2 * H * S // 64) * 64
+    assert (task == "backward") == (not deterministic and (dtype, precision) != ("float32", None))
+    if task == "backward":
+        workspace += 2 * H * -(-S // tiles.Br) * tiles.Br * tile_head_dim(64)
+    taken = growth(lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, **options))
+    assert taken == blocks_of_512(q.nbytes, k.nbytes, v.nbytes, 4 * workspace)
+
+
+@every_kind
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("Sq", "Sk", "options"),
+    [
+        (257, 130, {"causal": True}),
+        (65, 193, {}),
+        (130, 257, {"window": (20, 3)}),
+    ],  # the first has rows that see nothing
+)
+def test_nothing_is_read_before_it_is_written(dtype, precision, deterministic, Sq, Sk, options):
+    """All memory that a call is given, results and workspace, is full of NaN."""
+    pool = cupy.cuda.MemoryPool()
+
+    def poisoned(size):
+        pointer = pool.malloc(size)
+        if size:
+            pointer.memset_async(0xFF, size, cupy.cuda.get_current_stream())
+        return pointer
+
+    host = on_host(2, Sq, Sk, 4, 2, 80, dtype)
+    arrays = [to_gpu(x) for x in host]
+    with cupy.cuda.using_allocator(poisoned):
+        assert np.isnan(to_host(cupy.empty(1000, np.float32))).all()
+        results = both(*arrays, deterministic=deterministic, precision=precision, **options)
+    if precision == "tf32":  # its tolerance is another; the reference is itself without NaN
+        expected = both(*arrays, deterministic=deterministic, precision=precision, **options)
+        assert_same_bits([results[n] for n in (0, 1)], [expected[n] for n in (0, 1)])
+        for got, want in zip(map(to_host, results[2:]), map(to_host, expected[2:]), strict=True):
+            assert np.isfinite(want).all()
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    else:
+        assert_right(results, host, **options)
+
+
+# ---- determinism
+
+
+@contextlib.contextmanager
+def busy_gpu(slow):
+    """Short kernels of all sizes on another stream, half a second of them: longer than what is launched meanwhile."""
+    sms = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    sizes = np.random.default_rng(0).integers(1, sms, 900)
+    spin = slow.get_function("spin")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for size in sizes:
+            spin((int(size),), (256,), (np.int64(MILLISECOND // 2),))
+    yield
+    assert not stream.done, "the other stream ended too early to disturb anything"
+    stream.synchronize()
+
+
+def repeated(slow, call, times=20):
+    """The results of a call, `times` times on a stream of its own while the GPU is busy."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()  # the arguments are there
+    with stream:
+        call()  # compiled and loaded
+        stream.synchronize()
+        with busy_gpu(slow):
+            results = [call() for _ in range(times)]
+            stream.synchronize()
+    return results
+
+
+@every_kind
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (256, 0)}, {"softcap": 20.0}])
+def test_forward_is_always_deterministic(slow, dtype, precision, options):
+    q, k, v, _ = map(to_gpu, on_host(2, 1025, 1025, 8, 2, 128, dtype))
+    first, *others = repeated(
+        slow, lambda: cupyflash.attention(q, k, v, return_lse=True, precision=precision, **options)
+    )
+    for other in others:
+        assert_same_bits(other, first)
+
+
+@every_kind
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (256, 0)}, {"softcap": 20.0}, {}])
+@pytest.mark.parametrize(("Sq", "Sk"), [(1025, 1025), (333, 1777)])
+def test_case_109_deterministic_backward(slow, dtype, precision, options, Sq, Sk):
+    q, k, v, dout = map(to_gpu, on_host(2, Sq, Sk, 8, 2, 128, dtype))
+    options = {"precision": precision, **options}
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    first, *others = repeated(
+        slow, lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=True, **options)
+    )
+    for other in others:
+        assert_same_bits((out, lse, *other), (out, lse, *first))
+
+
+def test_deterministic_and_summed_gradients_agree():
+    """dk and dv are not summed over blocks: equal in every bit. dq is, in float32."""
+    host = on_host(2, 257, 257, 8, 2, 64)
+    arrays = [to_gpu(x) for x in host]
+    summed, fixed = (both(*arrays, deterministic=flag, causal=True) for flag in (False, True))
+    assert_right(summed, host, causal=True)
+    assert_right(fixed, host, causal=True)
+
+
+# ---- streams, threads, graphs
+
+
+def test_case_113_everything_runs_on_the_current_stream(slow):
+    """Inputs that come late, and outputs that are read in order, on a stream that waits for no other."""
+    fill_late = slow.get_function("fill_late")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    ones = np.ones(1, np.float16).view(np.uint16)[0]
+    with stream:
+        arrays = [cupy.ones((2, 130, 4, 64), np.float16) for _ in range(4)]
+        for deterministic in (False, True):
+            both(*arrays, deterministic=deterministic)  # compiled and loaded
+        for repeat in range(20):
+            for array in arrays:
+                array.view(np.uint16).fill(0xFFFF)
+                arguments = array, np.int64(array.size), ones, np.int64(5 * MILLISECOND)
+                fill_late((32,), (256,), arguments)
+            out, lse, dq, dk, dv = both(*arrays, deterministic=repeat % 2 == 0)
+            assert not stream.done, "the inputs were not late"
+            stream.synchronize()
+            assert (to_host(out) == 1).all()
+            np.testing.assert_allclose(to_host(lse), 64 / 8 + np.log(130), rtol=1e-6)
+            assert (to_host(dq) == 0).all()
+            assert (to_host(dk) == 0).all()
+            np.testing.assert_allclose(to_host(dv).astype(float), 1, rtol=2e-3)
+
+
+def test_threads_with_streams_of_their_own():
+    """The same kinds of calls at the same time; each thread gets its own results."""
+    arrays = [[to_gpu(x) for x in on_host(2, 257, 257, 4, 2, 64, seed=seed)] for seed in range(2)]
+    expected = [both(*four, causal=True) for four in arrays]
+    cupy.cuda.Device().synchronize()
+
+    def work(mine):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            for _ in range(50):
+                results = both(*arrays[mine], causal=True)
+                assert_same_bits(results, expected[mine])
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [True, True]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_graphs_are_replayed_with_new_data(deterministic):
+    """Forward into an array of the caller, and backward, captured once; their memory stays with the graph."""
+    host = [on_host(2, 257, 257, 4, 2, 64, seed=seed) for seed in range(3)]
+    options = {"causal": True}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        q, k, v, dout = arrays = [to_gpu(x) for x in host[0]]
+        target, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+
+        def run():
+            cupyflash.attention(q, k, v, out=target, **options)
+            return cupyflash.attention_backward(dout, q, k, v, target, lse, deterministic=deterministic, **options)
+
+        pool = cupy.cuda.MemoryPool()  # nobody else is given the workspace between replays
+        with cupy.cuda.using_allocator(pool.malloc):
+            run()  # nothing is compiled, loaded or taken from the driver during capture
+            stream.synchronize()
+            stream.begin_capture()
+            gradients = run()
+            graph = stream.end_capture()
+
+        for data in host[1:]:
+            for array, x in zip(arrays, data, strict=True):
+                array.set(x)
+            expected = both(*map(to_gpu, data), deterministic=deterministic, **options)
+            lse[...] = expected[1]
+            for result in (target, *gradients):
+                result.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            if deterministic:
+                assert_same_bits((target, lse, *gradients), expected)
+            else:
+                assert_right((target, lse, *gradients), data, **options)
+
+
+# ---- sizes and addresses
+
+
+@pytest.mark.parametrize(("B", "H"), [(70_000, 1), (1, 70_000)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_than_65535_heads(B, H, causal):
+    """Seven problems over and over: all results are those of the first seven."""
+    host = on_host(7, 16, 16, 1, 1, 16)
+    axis = 0 if B > 1 else 2
+    arrays = [to_gpu(np.concatenate([x if axis == 0 else x.swapaxes(0, 2)] * 10_000, axis=axis)) for x in host]
+    results = both(*arrays, causal=causal, deterministic=False)  # each row of dq has one block: nothing to be summed
+    first = [x[:7] if axis == 0 else x.swapaxes(0, 2)[:7] for x in (results[0], *results[2:])]
+    lse = results[1].reshape(70_000, 1, 16)
+    assert_right((first[0], lse[:7], *first[1:]), host, causal=causal)
+    for got in (results[0], *results[2:], lse):
+        problems = cupy.ascontiguousarray(got if axis == 0 or got is lse else got.swapaxes(0, 2))
+        words = problems.view(WORDS[problems.itemsize]).reshape(10_000, 7, -1)
+        assert int(cupy.count_nonzero(words != words[:1])) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_case_67_more_than_65535_tiles(dtype):
+    """One key: every query gets its value, exactly; 4,194,241 ones are summed exactly in float32."""
+    Sq, dtype = 64 * 65_535 + 1, np.dtype(dtype)
+    q = cupy.zeros((1, Sq, 1, 16), dtype)  # scores, and so lse, are 0, and all weights 1
+    k = cupy.full((1, 1, 1, 16), 0.25, dtype)
+    v = cupy.arange(16, dtype=np.float32).astype(dtype).reshape(1, 1, 1, 16)
+    out, lse, dq, dk, dv = both(q, k, v, cupy.ones_like(q))
+    assert int(cupy.count_nonzero(out != v)) == 0
+    for zero in (lse, dq, dk):
+        assert int(cupy.count_nonzero(zero)) == 0
+    np.testing.assert_array_equal(to_host(dv).ravel(), np.inf if dtype == np.float16 else Sq)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_case_62_elements_beyond_32_bits(axis):
+    """Batches, rows or heads so far apart that an offset in elements does not fit 32 bits."""
+    shape = (3, 130, 2, 64)
+    host = [randn(*shape, seed=seed) for seed in range(4)]
+    expected = both(*map(to_gpu, host), causal=True)
+    per_step = {0: 2**31 // 2, 1: 2**31 // 129, 2: 2**31}[axis] // 64 * 64 + 64 * 2**10
+    buffer = cupy.empty(2 * (shape[axis] - 1) * per_step + (64 << 20), np.uint8)
+    arrays = []
+    for n, x in enumerate(host):
+        strides = [64 * 2 * 130 * 2, 64 * 2 * 2, 64 * 2, 2]
+        strides[axis] = 2 * per_step
+        start = buffer.data + n * (1 << 20)  # an array needs less than this between its far steps
+        far = cupy.ndarray(shape, np.float16, start, strides=strides)
+        assert (shape[axis] - 1) * per_step >= 2**31
+        for index in range(shape[axis]):  # by memory copies or kernels whose own offsets fit
+            part = tuple(index if a == axis else slice(None) for a in range(3))
+            far[part][...] = to_gpu(x[part])
+        arrays.append(far)
+    for far, x in zip(arrays, host, strict=True):
+        parts = [far[tuple(i if a == axis else slice(None) for a in range(3))] for i in range(shape[axis])]
+        np.testing.assert_array_equal(np.stack([to_host(part) for part in parts], axis), x)
+    assert_same_bits(both(*arrays, causal=True), expected)
+    del arrays, far, parts, buffer
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@every_kind
+@pytest.mark.parametrize(("D", "width"), [(64, 64), (40, 41)])
+def test_case_56_any_alignment(dtype, precision, D, width):
+    """All arrays begin `offset` elements behind a multiple of 256 bytes; rows of 40 out of 41 are never aligned."""
+    host = on_host(2, 130, 130, 4, 2, D, dtype)
+
+    def placed(shape, offset, value=None):
+        length = int(np.prod(shape[:-1])) * width
+        buffer = to_gpu(np.zeros(length + 256, DTYPES[dtype]))
+        array = buffer[offset : offset + length].reshape(*shape[:-1], width)[..., : shape[-1]]
+        assert array.data.ptr % 256 == offset * array.itemsize
+        if value is not None:
+            words = array.view(WORDS[array.itemsize])
+            words[...] = to_gpu(value).view(words.dtype)
+        return array
+
+    options = {"causal": True, "precision": precision}
+    expected = both(*map(to_gpu, host), **options)
+    for offset in range(9):
+        q, k, v, dout = (placed(x.shape, offset, x) for x in host)
+        target = placed(q.shape, offset)
+        returned, lse = cupyflash.attention(q, k, v, out=target, return_lse=True, **options)
+        assert returned is target
+        results = cupyflash.attention_backward(dout, q, k, v, target, lse, deterministic=True, **options)
+        assert_same_bits((target, lse, *results), expected)
+    assert int(cupy.arange(10).sum()) == 45  # the context has survived
+
+
+# ---- what the driver says of the kernels
+
+
+@every_kind
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_default_kernels_use_no_local_memory(runtime, dtype, precision, D, causal):
+    q = np.empty((2, 512, 4, D), DTYPES[dtype])
+    found = []
+    for deterministic in (False, True):
+        p = Problem.of(q, q, q, causal=causal, precision=precision, deterministic=deterministic)
+        for plan in (dispatch.plan_forward, dispatch.plan_backward):
+            for kernel, _ in plan(p, 16, runtime.limits()).launches:
+                raw = runtime.raw_kernel(kernel)
+                what = f"{kernel.name} {dict(kernel.defines)}"
+                assert raw.max_threads_per_block >= kernel.threads, what
+                assert raw.num_regs * kernel.threads <= 65_536, what
+                if raw.local_size_bytes:
+                    found.append(f"{what}: {raw.local_size_bytes} bytes of local memory")
+    assert not found, "\n".join(found)
