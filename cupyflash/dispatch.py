@@ -174,6 +174,7 @@ def defines_of(
             "CF_WARPS_SCORE_Q": config.score_warps_q,
             "CF_WARPS_GRAD_D": config.grad_warps_d,
             "CF_WARPS_DQ_D": config.dq_warps_d,
+            "CF_DQ_FIRST": int(config.dq_first),
         }
     return defines
 
@@ -183,7 +184,7 @@ def _section(problem: Problem, bytes_per_head: int, heads: int, limits: Limits) 
 
     Without a mask all blocks are equally long; then one head follows the other, for the sake of the cache.
     """
-    if problem.band.first is None and problem.band.last is None:
+    if not problem.is_masked:
         return 1
     return max(1, min(problem.batch * heads, limits.l2_bytes // 2 // bytes_per_head))
 

@@ -21,7 +21,7 @@ _FORWARD = (
 )
 # With a mask or a cap a tile's scores live longer, beside the mask's limits: smaller score tiles per warp do not spill.
 _FORWARD_SHAPED = (
-    (64, ((128, 96, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
+    (64, ((128, 112, 4), (128, 96, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
     (128, ((64, 128, 4), (64, 64, 4), (64, 32, 4), (32, 32, 2))),
     _FORWARD[2],
 )
@@ -84,7 +84,7 @@ def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 def _mma_list(task: Task, problem: Problem) -> list[TileConfig]:
     head_dim = max(tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v))
     if task == "forward":
-        shaped = problem.softcap or problem.band.first is not None or problem.band.last is not None
+        shaped = problem.is_masked or problem.softcap or problem.scale <= 0
         return [
             TileConfig("mma", *numbers) for numbers in _first_fit(_FORWARD_SHAPED if shaped else _FORWARD, head_dim)
         ]

@@ -82,6 +82,11 @@ class Problem:
         return self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
 
     @property
+    def is_masked(self) -> bool:
+        """Whether some query may not see some key."""
+        return self.band.first is not None or self.band.last is not None
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element of q, k, v and out."""
         return ITEMSIZE[self.dtype]

@@ -144,9 +144,9 @@ def _why_uneven(task: Task, config: TileConfig, d: int, dv: int) -> str | None:
             ("Bc", Bc, 16 * warps // config.grad_warps_d),
             ("head_dim", d, 16 * config.grad_warps_d),
             ("head_dim_v", dv, 16 * config.grad_warps_d),
+            ("Br", Br, 16 * warps // config.dq_warps_d),
+            ("head_dim", d, 16 * config.dq_warps_d),
         ]
-        if task == "backward":
-            splits += [("Br", Br, 16 * warps // config.dq_warps_d), ("head_dim", d, 16 * config.dq_warps_d)]
     for name, size, unit in splits:
         if size % unit:
             return f"{name} is {size} in tiles; the warps split it in units of {unit}"

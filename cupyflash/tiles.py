@@ -29,6 +29,7 @@ class TileConfig:
         score_warps_q: backward only, warps over the queries of S^T and dP^T; the others split their keys.
         grad_warps_d: backward only, warps over the head dims of dK and dV; the others split their keys.
         dq_warps_d: backward only, warps over the head dims of dQ; the others split its queries.
+        dq_first: backward only, dQ is computed before dK and dV, so that its reductions drain under their products.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """
@@ -42,6 +43,7 @@ class TileConfig:
     score_warps_q: int = 1
     grad_warps_d: int = 1
     dq_warps_d: int = 1
+    dq_first: bool = False
 
     @property
     def threads(self) -> int:

@@ -26,6 +26,7 @@ constexpr u32 kWarpsGradK = kWarps / kWarpsGradD;        // ... and keys
 
 // If a warp has the same keys, and all queries, in both, P^T and dS^T pass from one to the other in registers.
 constexpr bool kInRegisters = kWarpsScoreQ == 1 && kWarpsGradD == 1;
+constexpr bool kDqFirst = CF_DQ_FIRST;  // dQ before dK and dV
 constexpr bool kSumDq = CF_SUM_DQ;  // false: backward_dq_mma computes dQ, in a fixed order
 
 constexpr u32 kScoreM = kBc / (16 * kWarpsScoreK), kScoreN = kBr / (8 * kWarpsScoreQ);
@@ -277,20 +278,24 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             block_sync();  // P and dS are complete
         }
 
-        const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.dO[stage], grad_col);
-        const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.Q[stage], grad_col);
-        if (!kBand || band.any_visible(queries, keys.part(opaque(grad_key), 16 * kGradM))) {
-            if constexpr (kInRegisters) {
-                warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
-                warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
-            } else {
-                warp_gemm<Element, kBr / kStepK<Element>>(dV, RowMajorA(shared_P, grad_key), dO_rows);
-                warp_gemm<Element, kBr / kStepK<Element>>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
+        auto accumulate_dK_dV = [&] {
+            const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.dO[stage], grad_col);
+            const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.Q[stage], grad_col);
+            if (!kBand || band.any_visible(queries, keys.part(opaque(grad_key), 16 * kGradM))) {
+                if constexpr (kInRegisters) {
+                    warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
+                    warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
+                } else {
+                    warp_gemm<Element, kBr / kStepK<Element>>(dV, RowMajorA(shared_P, grad_key), dO_rows);
+                    warp_gemm<Element, kBr / kStepK<Element>>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
+                }
             }
-        }
-        if (shrink)
-            dK.multiply(1.0f / kShrinkFactor);
-        if (kSumDq && (!kBand || band.any_visible(queries.part(opaque(dq_first_row()), 16 * kDqM), keys))) {
+            if (shrink)
+                dK.multiply(1.0f / kShrinkFactor);
+        };
+        auto reduce_dQ = [&] {
+            if (kBand && !band.any_visible(queries.part(opaque(dq_first_row()), 16 * kDqM), keys))
+                return;
             DqTile dQ;
             dQ.clear();
             warp_gemm<Element, kBc / kStepK<Element>>(dQ, TransposedA(shared_dS, dq_first_row()),
@@ -298,7 +303,13 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             if (shrink)
                 dQ.multiply(1.0f / kShrinkFactor);
             add_to_dq_sum(dq_sum_tile(params, work.batch, head, tile), dQ);
-        }
+        };
+        // The reductions of dQ drain under whatever follows them.
+        if constexpr (kSumDq && kDqFirst)
+            reduce_dQ();
+        accumulate_dK_dV();
+        if constexpr (kSumDq && !kDqFirst)
+            reduce_dQ();
         if (kBand && careful) {
             shared.cleaned = true;
             block_sync();  // K, cleaned above, is read no more: fetch it as it was

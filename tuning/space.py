@@ -24,13 +24,13 @@ def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 
 def _all(task: Task) -> Iterator[TileConfig]:
     if task == "forward":
-        for Br, Bc, warps, blocks in product((64, 128, 256), (32, 48, 64, 80, 96, 128), (4, 8), (1, 2)):
+        for Br, Bc, warps, blocks in product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)):
             yield TileConfig("mma", Br, Bc, warps, blocks_per_sm=blocks)
     elif task == "backward_dq":
         for Br, Bc, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (1, 2)):
             yield TileConfig("mma", Br, Bc, warps, stages)
     else:
-        dq_splits = (1, 2, 4) if task == "backward" else (1,)
         for Br, Bc, warps, stages in product((32, 64, 128), (64, 128), (4, 8), (1, 2)):
-            for score, dq in product((1, 2, 4), dq_splits):
-                yield TileConfig("mma", Br, Bc, warps, stages, 1, score, score, dq)
+            for split, dq, dq_first in product((1, 2, 4), (1, 2, 4), (False, True)):
+                if task == "backward" or not dq_first:
+                    yield TileConfig("mma", Br, Bc, warps, stages, 1, split, split, dq, dq_first)

@@ -8,7 +8,8 @@ A file ``configs/<GPU name>.yaml`` holds, per task and kind of problem, what was
          config: {family: mma, Br: 128, Bc: 64, warps: 4}}
 
 ``dtype`` is half (float16 or bfloat16), tf32 or float32; head dims are those of the tiles; ``masked`` says whether the
-problem has a band. A problem without an entry takes the heuristic.
+problem has a band. A problem without an entry takes the heuristic, and so does one with a cap or a scale that is not
+positive, whose kernels nobody has measured.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ Key = tuple[str, str, int, int, bool]
 
 def find(task: Task, problem: Problem, limits: Limits) -> TileConfig | None:
     """The measured winner for a task on a GPU model, or None."""
+    if problem.softcap or problem.scale <= 0:
+        return None
     return winners(limits.name).get(key(task, problem))
 
 
 def key(task: Task, problem: Problem) -> Key:
     """What entries are kept under."""
     dtype = "half" if problem.itemsize == 2 else "tf32" if problem.precision == "tf32" else "float32"
-    masked = problem.band.first is not None or problem.band.last is not None
-    return task, dtype, tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v), masked
+    return task, dtype, tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v), problem.is_masked
 
 
 @cache
