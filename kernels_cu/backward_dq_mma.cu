@@ -69,6 +69,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
                         queries.first, params.seqlen_q);
     load_tile<kHeadDimV>(shared.dO, params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride,
                          params.dout_row_stride, queries.first, params.seqlen_q);
+    copy_async_commit();
     if (!tiles.empty())
         load_keys(tiles.end - 1, 0);
 
