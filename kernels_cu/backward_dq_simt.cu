@@ -10,8 +10,8 @@
 #include "copy_tile.cuh"
 #include "hidden.cuh"
 #include "probability.cuh"
-#include "query_tile.cuh"
 #include "row_tile.cuh"
+#include "schedule.cuh"
 #include "score.cuh"
 #include "thread_gemm.cuh"
 #include "traits.cuh"
@@ -22,6 +22,24 @@ static_assert(kWarpRows * kWarps == kBr, "warps share the rows evenly");
 constexpr u32 kLanesM = lanes_over_rows(kWarpRows, kBc);
 using ScoreTile = ThreadTile<kWarpRows, kBc, kLanesM, 1>;
 using GradientQ = ThreadTile<kWarpRows, kD, kLanesM, 4>;
+
+/// The rows of one head that a block works on.
+struct Work {
+    i32 batch, head;
+    Range queries;
+    const Element *k, *v;  // row 0 of its keys and values
+
+    DEVICE explicit Work(const BackwardParams& params) {
+        const TileWork work =
+            tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
+        batch = work.batch_head / params.num_heads;
+        head = work.batch_head % params.num_heads;
+        queries = work.rows;
+        const i32 kv_head = head / params.group;
+        k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
+        v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
+    }
+};
 
 struct SharedStorage {
     union {
@@ -50,46 +68,58 @@ DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const
         }
 }
 
-/// dQ of one block's rows. careful: hidden non-finite values of K are kept out. Returns whether dQ is finite.
+/// Clears dS of pairs that do not see each other.
+DEVICE void hide(ScoreTile& dS, const Band& band, i32 first_query, i32 first_key) {
+#pragma unroll
+    for (u32 m = 0; m < ScoreTile::kM; ++m) {
+        // Relative to this lane's first column, so that the comparisons below are with constants.
+        const i32 origin = first_key + static_cast<i32>(dS.col(0));
+        const Range keys = band.keys_of(first_query + static_cast<i32>(dS.row(m))).from(origin);
+#pragma unroll
+        for (u32 n = 0; n < ScoreTile::kN; ++n) {
+            const i32 col = static_cast<i32>(ScoreTile::kLanesN * n);
+            if ((kBandFirst && col < keys.first) || col >= keys.end)
+                dS.x[m][n][0] = 0.0f;
+        }
+    }
+}
+
+/// dQ of one block's rows. careful: hidden non-finite values of K are kept out. Returns whether dQ is finite, if anything can
+/// be hidden.
 DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
-    QueryTile work(params);
-    if (kBandLast)  // late rows see most keys: they go first
-        work.index = query_tile_count(params) - 1 - work.index;
-    const Range queries = {work.index * static_cast<i32>(kBr),
-                           smaller((work.index + 1) * static_cast<i32>(kBr), params.seqlen_q)};
+    const Work work(params);
     const Band band = Band::of(params);
     const Score score = Score::of(params);
-    const Range tiles = band.key_tiles(queries);
+    const Range tiles = band.key_tiles(work.queries);
 
-    const i32 kv_head = work.head / params.group;
-    const Element* k = params.k + work.batch * params.k_batch_stride + kv_head * params.k_head_stride;
-    const Element* v = params.v + work.batch * params.v_batch_stride + kv_head * params.v_head_stride;
-    auto load_K = [&](i32 j, u32 stage) {
+    auto load_K = [&](const Element* k, i32 j, u32 stage) {
         load_tile<kHeadDim>(shared.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
-    auto load_V = [&](i32 j, u32 stage) {
+    auto load_V = [&](const Element* v, i32 j, u32 stage) {
         load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
     load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
-                        params.q_row_stride, queries.first, params.seqlen_q);
-    load_tile<kHeadDimV>(shared.dO, params.dout + work.batch * params.dout_batch_stride + work.head * params.dout_head_stride,
-                         params.dout_row_stride, queries.first, params.seqlen_q);
+                        params.q_row_stride, work.queries.first, params.seqlen_q);
+    load_tile<kHeadDimV>(shared.dO,
+                         params.dout + work.batch * params.dout_batch_stride + work.head * params.dout_head_stride,
+                         params.dout_row_stride, work.queries.first, params.seqlen_q);
+    copy_async_commit();
     if (!tiles.empty()) {
-        load_V(tiles.end - 1, 0);
+        load_V(work.v, tiles.end - 1, 0);
         if (kStages > 1)
-            load_K(tiles.end - 1, 0);
+            load_K(work.k, tiles.end - 1, 0);
     }
 
     const u32 warp_row = warp_index() * kWarpRows;
-    const i32 first_query = queries.first + static_cast<i32>(warp_row);
+    const Range rows = work.queries.part(warp_row, kWarpRows);  // of this warp; some may lie beyond the last query
     float lse[ScoreTile::kM], delta[ScoreTile::kM];
     bool fused = true;
 #pragma unroll
     for (u32 m = 0; m < ScoreTile::kM; ++m) {
-        const i32 query = first_query + static_cast<i32>(ScoreTile::row(m));
+        const i32 query = rows.first + static_cast<i32>(ScoreTile::row(m));
         const bool exists = query < params.seqlen_q;
         const i64 at = (static_cast<i64>(work.batch) * params.num_heads + work.head) * params.seqlen_q + query;
         lse[m] = exists ? backward_lse(params.lse[at]) : infinity();
@@ -107,65 +137,69 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         copy_async_wait<0>();
         block_sync();  // V_j has landed, and nobody reads K_{j+1}, dS or the other stage any more
         if (kStages == 1) {
-            load_K(j, 0);
+            load_K(work.k, j, 0);
         } else if (j > tiles.first) {
-            load_V(j - 1, stage ^ 1);
-            load_K(j - 1, stage ^ 1);
+            load_V(work.v, j - 1, stage ^ 1);
+            load_K(work.k, j - 1, stage ^ 1);
         }
 
-        ScoreTile S, dP;
-        dP.clear();
-        S.clear();
-        add_product_transposed(dP, shared.dO, warp_row, shared.V[stage]);  // dP = dO V_j^T
-        if (kStages == 1) {
-            copy_async_wait<0>();
-            block_sync();  // K_j has landed, and nobody reads V_j any more
-            if (j > tiles.first)
-                load_V(j - 1, 0);
+        const Range keys = {first_key, first_key + static_cast<i32>(kBc)};
+        auto between_products = [&] {
+            if (kStages == 1) {
+                copy_async_wait<0>();
+                block_sync();  // K_j has landed, and nobody reads V_j any more
+                if (j > tiles.first)
+                    load_V(work.v, j - 1, 0);
+            }
+        };
+        auto clean = [&] {
+            if (kBand && careful && !band.all_visible(work.queries, keys))
+                clear_nonfinite(shared.K[stage]);
+        };
+        if (kBand && !band.any_visible(rows, keys)) {
+            between_products();  // near the diagonal some warps have rows that see none of the tile's keys
+            clean();
+        } else {
+            ScoreTile S, dP;
+            dP.clear();
+            add_product_transposed(dP, shared.dO, warp_row, shared.V[stage]);  // dP = dO V_j^T
+            between_products();
+            S.clear();
+            add_product_transposed(S, shared.Q, warp_row, shared.K[stage]);  // S = Q K_j^T
+            if (fused)
+                differentiate<true>(S, dP, score, lse, delta);
+            else
+                differentiate<false>(S, dP, score, lse, delta);
+            if (!band.all_visible(rows, keys))
+                hide(dP, band, rows.first, first_key);
+            clean();
+            store_result(shared.dS, dP, warp_row);
+            warp_sync();                                            // the warp's rows of dS are complete
+            add_product(dQ, shared.dS, warp_row, shared.K[stage]);  // dQ += dS K_j
         }
-        add_product_transposed(S, shared.Q, warp_row, shared.K[stage]);  // S = Q K_j^T
-        if (fused)
-            differentiate<true>(S, dP, score, lse, delta);
-        else
-            differentiate<false>(S, dP, score, lse, delta);
-
-        const bool masked = !band.all_visible(queries, {first_key, first_key + static_cast<i32>(kBc)});
-        if (masked) {
-#pragma unroll
-            for (u32 m = 0; m < ScoreTile::kM; ++m)
-#pragma unroll
-                for (u32 n = 0; n < ScoreTile::kN; ++n)
-                    if (!band.visible(first_query + static_cast<i32>(dP.row(m)), first_key + static_cast<i32>(dP.col(n))))
-                        dP.x[m][n][0] = 0.0f;
-        }
-        if (kBand && careful && masked)
-            clear_nonfinite(shared.K[stage]);
-
-        store_result(shared.dS, dP, warp_row);
-        warp_sync();                                            // the warp's rows of dS are complete
-        add_product(dQ, shared.dS, warp_row, shared.K[stage]);  // dQ += dS K_j
-        if (kBand && careful && masked)
-            add_visible_nonfinite<kHeadDim, true>(dQ, k + first_key * params.k_row_stride, params.k_row_stride,
-                                                  smaller(static_cast<i32>(kBc), params.seqlen_k - first_key),
-                                                  [&](u32 row, i32 key) {
-                                                      return band.visible(first_query + static_cast<i32>(row), first_key + key);
-                                                  });
         stage ^= kStages - 1;
     }
     copy_async_wait<0>();
-    block_sync();  // nobody reads the tiles any more: dQ leaves through their space
+    block_sync();           // nobody reads the tiles any more: dQ leaves through their space
+    const Work at(params);  // computed again: registers are short in the loop above
     dQ.multiply(params.scale);
+    const bool finite = !kBand || !block_any(!dQ.all_finite());
     store_result(shared.dQ, dQ, warp_row);
+    if (kBand && careful)
+        restore_nonfinite<kHeadDim, true>(shared.dQ, at.k, params.k_row_stride, {0, params.seqlen_k},
+                                          [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
     block_sync();
-    store_tile<kHeadDim>(shared.dQ, params.dq + work.batch * params.dq_batch_stride + work.head * params.dq_head_stride,
-                         params.dq_row_stride, queries.first, params.seqlen_q);
-    return dQ.all_finite();
+    store_tile<kHeadDim>(shared.dQ, params.dq + at.batch * params.dq_batch_stride + at.head * params.dq_head_stride,
+                         params.dq_row_stride, at.queries.first, params.seqlen_q);
+    return finite;
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_dq_simt(PARAMS(BackwardParams) params) {
     // As in the forward: a result that is not finite may be the fault of hidden data, and is computed once more with care.
     bool careful = false;
 #pragma unroll 1
-    while (block_any(!differentiate_rows(params, careful)) && kBand && !careful)
+    while (!differentiate_rows(params, careful) && !careful) {
         careful = true;
+        block_sync();  // the first run still reads shared memory
+    }
 }

@@ -9,6 +9,7 @@
 #include "copy_tile.cuh"
 #include "hidden.cuh"
 #include "row_tile.cuh"
+#include "schedule.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
 #include "thread_gemm.cuh"
@@ -20,6 +21,24 @@ static_assert(kWarpRows * kWarps == kBr, "warps share the rows evenly");
 constexpr u32 kLanesM = lanes_over_rows(kWarpRows, kBc);
 using ScoreTile = ThreadTile<kWarpRows, kBc, kLanesM, 1>;
 using OutputTile = ThreadTile<kWarpRows, kDv, kLanesM, 4>;
+
+/// The rows of one head that a block works on.
+struct Work {
+    i32 batch, head;
+    Range queries;
+    const Element *k, *v;  // row 0 of its keys and values
+
+    DEVICE explicit Work(const ForwardParams& params) {
+        const TileWork work =
+            tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
+        batch = work.batch_head / params.num_heads;
+        head = work.batch_head % params.num_heads;
+        queries = work.rows;
+        const i32 kv_head = head / params.group;
+        k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
+        v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
+    }
+};
 
 struct SharedStorage {
     union {
@@ -33,35 +52,24 @@ struct SharedStorage {
     };
 };
 
-/// The rows of one head that a block works on.
-struct Work {
-    i32 batch, head, kv_head;
-    Range queries;
-
-    DEVICE explicit Work(const ForwardParams& params) {
-        const i32 tiles = (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);
-        const i32 index = static_cast<i32>(block_index());
-        const i32 of_batch = index / tiles;
-        // With an upper bound late rows see most keys: they go first, so that the last blocks to run are short.
-        const i32 tile = kBandLast ? tiles - 1 - index % tiles : index % tiles;
-        batch = of_batch / params.num_heads;
-        head = of_batch % params.num_heads;
-        kv_head = head / params.group;
-        queries = {tile * static_cast<i32>(kBr), smaller((tile + 1) * static_cast<i32>(kBr), params.seqlen_q)};
-    }
-};
-
 /// Hides the scores of keys that a query may not see.
 DEVICE void mask_scores(ScoreTile& S, const Band& band, i32 first_query, i32 first_key) {
 #pragma unroll
-    for (u32 m = 0; m < ScoreTile::kM; ++m)
+    for (u32 m = 0; m < ScoreTile::kM; ++m) {
+        // Relative to this lane's first column, so that the comparisons below are with constants.
+        const i32 origin = first_key + static_cast<i32>(S.col(0));
+        const Range keys = band.keys_of(first_query + static_cast<i32>(S.row(m))).from(origin);
 #pragma unroll
-        for (u32 n = 0; n < ScoreTile::kN; ++n)
-            if (!band.visible(first_query + static_cast<i32>(S.row(m)), first_key + static_cast<i32>(S.col(n))))
+        for (u32 n = 0; n < ScoreTile::kN; ++n) {
+            const i32 col = static_cast<i32>(ScoreTile::kLanesN * n);
+            if ((kBandFirst && col < keys.first) || col >= keys.end)
                 S.x[m][n][0] = -infinity();
+        }
+    }
 }
 
-/// Attention of one block's rows. careful: hidden non-finite values of V are kept out. Returns whether out is finite.
+/// Attention of one block's rows. careful: hidden non-finite values of V are kept out. Returns whether out is finite, if
+/// anything can be hidden.
 DEVICE bool attend(const ForwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const Work work(params);
@@ -69,29 +77,27 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     const Score score = Score::of(params);
     const Range tiles = band.key_tiles(work.queries);
 
-    const Element* q = params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride;
-    const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
-    const Element* v = params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride;
-    auto load_K = [&](i32 j, u32 stage) {
+    auto load_K = [&](const Element* k, i32 j, u32 stage) {
         load_tile<kHeadDim>(shared.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
-    auto load_V = [&](i32 j, u32 stage) {
+    auto load_V = [&](const Element* v, i32 j, u32 stage) {
         load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
 
     const u32 warp_row = warp_index() * kWarpRows;
-    const i32 first_query = work.queries.first + static_cast<i32>(warp_row);
-
+    const Range rows = work.queries.part(warp_row, kWarpRows);  // of this warp; some may lie beyond the last query
     SoftmaxState<ScoreTile::kM, 1> state(score.unit());
     OutputTile O;
     O.clear();
-    load_tile<kHeadDim>(shared.Q, q, params.q_row_stride, work.queries.first, params.seqlen_q);
+    load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
+                        params.q_row_stride, work.queries.first, params.seqlen_q);
+    copy_async_commit();
     if (!tiles.empty()) {
-        load_K(tiles.end - 1, 0);
+        load_K(work.k, tiles.end - 1, 0);
         if (kStages > 1)
-            load_V(tiles.end - 1, 0);
+            load_V(work.v, tiles.end - 1, 0);
     }
     u32 stage = 0;
 #pragma unroll 1
@@ -100,66 +106,72 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         copy_async_wait<0>();
         block_sync();  // K_j has landed, and nobody reads V_{j+1}, P or the other stage any more
         if (kStages == 1) {
-            load_V(j, 0);
+            load_V(work.v, j, 0);
         } else if (j > tiles.first) {
-            load_K(j - 1, stage ^ 1);
-            load_V(j - 1, stage ^ 1);
+            load_K(work.k, j - 1, stage ^ 1);
+            load_V(work.v, j - 1, stage ^ 1);
         }
 
-        ScoreTile S;
-        S.clear();
-        add_product_transposed(S, shared.Q, warp_row, shared.K[stage]);  // S = Q K_j^T
-        if constexpr (kScoreKind != 0)
-            S.each([&](float& s) { s = score(s); });
-        const bool masked = !band.all_visible(work.queries, {first_key, first_key + static_cast<i32>(kBc)});
-        if (masked)
-            mask_scores(S, band, first_query, first_key);
-
-        if (kStages == 1) {
-            copy_async_wait<0>();
-            block_sync();  // V_j has landed, and nobody reads K_j any more
-            if (j > tiles.first)
-                load_K(j - 1, 0);
+        const Range keys = {first_key, first_key + static_cast<i32>(kBc)};
+        auto between_products = [&] {
+            if (kStages == 1) {
+                copy_async_wait<0>();
+                block_sync();  // V_j has landed, and nobody reads K_j any more
+                if (j > tiles.first)
+                    load_K(work.k, j - 1, 0);
+            }
+            if (kBand && careful && !band.all_visible(work.queries, keys))
+                clear_nonfinite(shared.V[stage]);
+        };
+        if (kBand && !band.any_visible(rows, keys)) {
+            between_products();  // near the diagonal some warps have rows that see none of the tile's keys
+        } else {
+            ScoreTile S;
+            S.clear();
+            add_product_transposed(S, shared.Q, warp_row, shared.K[stage]);  // S = Q K_j^T
+            if constexpr (kScoreKind != 0)
+                S.each([&](float& s) { s = score(s); });
+            if (!band.all_visible(rows, keys))
+                mask_scores(S, band, rows.first, first_key);
+            between_products();
+            state.update(S, O);  // S becomes P = exp(S - m)
+            store_result(shared.P, S, warp_row);
+            warp_sync();                                          // the warp's rows of P are complete
+            add_product(O, shared.P, warp_row, shared.V[stage]);  // O += P V_j
         }
-        if (kBand && careful && masked)
-            clear_nonfinite(shared.V[stage]);
-
-        state.update(S, O);  // S becomes P = exp(S - m)
-        store_result(shared.P, S, warp_row);
-        warp_sync();                                           // the warp's rows of P are complete
-        add_product(O, shared.P, warp_row, shared.V[stage]);  // O += P V_j
-        if (kBand && careful && masked)
-            add_visible_nonfinite<kHeadDimV>(O, v + first_key * params.v_row_stride, params.v_row_stride,
-                                             smaller(kBc, params.seqlen_k - first_key), [&](u32 row, i32 key) {
-                                                 return band.visible(first_query + static_cast<i32>(row), first_key + key);
-                                             });
         stage ^= kStages - 1;
     }
     copy_async_wait<0>();
     state.finish(O);
 
+    block_sync();           // nobody reads Q, K, V or P any more
+    const Work at(params);  // computed again: registers are short in the loop above
     if (params.lse != nullptr && O.lane_col() == 0) {
-        float* lse = params.lse + (static_cast<i64>(work.batch) * params.num_heads + work.head) * params.seqlen_q;
+        float* lse = params.lse + (static_cast<i64>(at.batch) * params.num_heads + at.head) * params.seqlen_q;
 #pragma unroll
         for (u32 m = 0; m < OutputTile::kM; ++m) {
-            const i32 query = first_query + static_cast<i32>(O.row(m));
+            const i32 query = at.queries.first + static_cast<i32>(warp_row + O.row(m));
             if (query < params.seqlen_q)
                 lse[query] = state.log_sum_exp(m, 0);
         }
     }
-    block_sync();  // nobody reads Q, V or P any more
+    const bool finite = !kBand || !block_any(!O.all_finite());
     store_result(shared.O, O, warp_row);
+    if (kBand && careful)
+        restore_nonfinite<kHeadDimV>(shared.O, at.v, params.v_row_stride, {0, params.seqlen_k},
+                                     [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
     block_sync();
-    store_tile<kHeadDimV>(shared.O, params.out + work.batch * params.out_batch_stride + work.head * params.out_head_stride,
-                          params.out_row_stride, work.queries.first, params.seqlen_q);
-    return O.all_finite();
+    store_tile<kHeadDimV>(shared.O, params.out + at.batch * params.out_batch_stride + at.head * params.out_head_stride,
+                          params.out_row_stride, at.queries.first, params.seqlen_q);
+    return finite;
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void forward_simt(PARAMS(ForwardParams) params) {
-    // As in forward_mma: a result that is not finite may be the fault of a hidden NaN in V, and is computed once more with
-    // care. block_any also keeps the second run from overwriting shared memory that the first still reads.
+    // A result that is not finite may be the fault of a hidden NaN in V: those rows are computed once more, with care.
     bool careful = false;
 #pragma unroll 1
-    while (block_any(!attend(params, careful)) && kBand && !careful)
+    while (!attend(params, careful) && !careful) {
         careful = true;
+        block_sync();  // the first run still reads shared memory
+    }
 }

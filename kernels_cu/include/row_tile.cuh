@@ -5,8 +5,8 @@
 
 /// What the lanes of a half-warp read together, all at the same column (kTwoRows, kEightRows) or all in the same row.
 enum class ReadBy {
-    kOneRow,    // rows lie one after the other
-    kTwoRows,   // an even and an odd row: odd rows have neighbouring 16-byte chunks exchanged, and are found in other banks
+    kOneRow,  // rows lie one after the other
+    kTwoRows,  // an even and an odd row: odd rows have neighbouring 16-byte chunks exchanged, and are found in other banks
     kEightRows  // neighbouring rows: each row is 16 bytes longer, so that eight of them start in eight different places
 };
 

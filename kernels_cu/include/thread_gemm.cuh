@@ -8,7 +8,9 @@
 #include "row_tile.cuh"
 
 /// Lanes over the rows of a warp's `rows` x `cols` results; the others share the columns. Eight rows per lane if possible.
-DEVICE constexpr u32 lanes_over_rows(u32 rows, u32 cols) { return rows >= 64 ? 8 : rows > 16 || cols % 16 != 0 ? 4 : 2; }
+DEVICE constexpr u32 lanes_over_rows(u32 rows, u32 cols) {
+    return rows >= 64 ? 8 : rows > 16 || cols % 16 != 0 ? 4 : 2;
+}
 
 /// kRows x kCols float32 results of one warp, kLanesM lanes over the rows. A lane has every kLanesM-th row, and the columns
 /// in runs of up to kMaxRun neighbours: runs of four are read as one, single columns spread over neighbouring lanes.
@@ -35,10 +37,12 @@ struct ThreadTile {
     /// Row, from the warp's first on, and column of x[m][n].
     DEVICE static u32 row(u32 m, u32 = 0) { return lane_row() + kLanesM * m; }
     DEVICE static u32 col(u32 n, u32 = 0) {
-        if (n < kFours)
-            return kLanesN * (n / 4 * 4) + 4 * lane_col() + n % 4;
-        if (n < kFours + kTwos)
-            return kLanesN * kFours + 2 * lane_col() + (n - kFours);
+        if constexpr (kFours != 0)
+            if (n < kFours)
+                return kLanesN * (n / 4 * 4) + 4 * lane_col() + n % 4;
+        if constexpr (kTwos != 0)
+            if (n < kFours + kTwos)
+                return kLanesN * kFours + 2 * lane_col() + (n - kFours);
         return kLanesN * n + lane_col();
     }
 
@@ -118,16 +122,21 @@ struct LeftRows {
         even_chunk = tile.pointer(row, 0);
         odd_chunk = tile.pointer(row, Tile::kChunkElements) - Tile::kChunkElements;
     }
-    /// Row m, columns k0 + k on; k0 is a multiple of two chunks.
-    DEVICE void load(float (&a)[4], u32 m, u32 k0, u32 k) const {
+    DEVICE void load(float (&a)[4], u32 m, u32 k) const {
         const T* chunk = k / Tile::kChunkElements % 2 == 0 ? even_chunk : odd_chunk;
-        load_run(a, chunk + k0 + m * (D::kLanesM * Tile::kStride) + k);
+        load_run(a, chunk + m * (D::kLanesM * Tile::kStride) + k);
+    }
+    /// Moves on by some columns, a multiple of two chunks.
+    DEVICE void advance(u32 columns) {
+        even_chunk += columns;
+        odd_chunk += columns;
     }
 };
 
-// Columns of k per iteration of the products' loops: enough to hide the loop's own instructions, few enough for the
-// instruction cache.
-constexpr u32 kUnrolledK = 16;
+// Columns of k per iteration of the products' loops, at least two 16-byte chunks: enough to hide the loop's own instructions,
+// few enough for the instruction cache. Compiled for sm_100 and up, longer bodies fetch so far ahead that registers spill.
+template <typename T>
+constexpr u32 kUnrolledK = sizeof(T) == 4 && CF_ARCH >= 100 ? 8 : 16;
 
 /// D += A B^T: both operands hold k as their columns.
 template <u32 kRows, u32 kCols, u32 kLanesM, typename T, u32 kRowsA, u32 kRowsB, u32 kK>
@@ -136,20 +145,21 @@ DEVICE void add_product_transposed(ThreadTile<kRows, kCols, kLanesM, 1>& D,
                                    const RowTile<T, kRowsB, kK, ReadBy::kEightRows>& B) {
     using Result = ThreadTile<kRows, kCols, kLanesM, 1>;
     using TileB = RowTile<T, kRowsB, kK, ReadBy::kEightRows>;
-    const LeftRows<Result, T, kRowsA, kK> left(A, first_row);
+    LeftRows<Result, T, kRowsA, kK> left(A, first_row);
     const T* right = B.pointer(D.col(0), 0);
+    static_assert(kK % kUnrolledK<T> == 0, "head dims of tiles are multiples of 16");
 #pragma unroll 1
-    for (u32 k0 = 0; k0 < kK; k0 += kUnrolledK)
+    for (u32 k0 = 0; k0 < kK; k0 += kUnrolledK<T>) {
 #pragma unroll
-        for (u32 k = 0; k < kUnrolledK; k += 4) {
+        for (u32 k = 0; k < kUnrolledK<T>; k += 4) {
             float b[Result::kN][4];
 #pragma unroll
             for (u32 n = 0; n < Result::kN; ++n)
-                load_run(b[n], right + n * (Result::kLanesN * TileB::kStride) + k0 + k);
+                load_run(b[n], right + n * (Result::kLanesN * TileB::kStride) + k);
 #pragma unroll
             for (u32 m = 0; m < Result::kM; ++m) {
                 float a[4];
-                left.load(a, m, k0, k);
+                left.load(a, m, k);
 #pragma unroll
                 for (u32 c = 0; c < 4; ++c)
 #pragma unroll
@@ -157,6 +167,22 @@ DEVICE void add_product_transposed(ThreadTile<kRows, kCols, kLanesM, 1>& D,
                         D.x[m][n][0] = multiply_add(a[c], b[n][c], D.x[m][n][0]);
             }
         }
+        // Moved, not computed from k0: that would be done anew for every load.
+        left.advance(kUnrolledK<T>);
+        right += kUnrolledK<T>;
+    }
+}
+
+/// Column c of the lane's rows of A, times a run of kCount columns of a row of B, from the lane's column `first` on.
+template <u32 kCount, typename Result, typename T>
+DEVICE void add_run(Result& D, const float (&a)[Result::kM][4], u32 c, const T* row_of_B, u32 first) {
+    float b[kCount];
+    load_run(b, row_of_B + D.col(first));
+#pragma unroll
+    for (u32 m = 0; m < Result::kM; ++m)
+#pragma unroll
+        for (u32 n = 0; n < kCount; ++n)
+            D.x[m][first + n][0] = multiply_add(a[m][c], b[n], D.x[m][first + n][0]);
 }
 
 /// D += A B: B holds k as its rows.
@@ -165,55 +191,47 @@ DEVICE void add_product(ThreadTile<kRows, kCols, kLanesM, 4>& D, const RowTile<f
                         u32 first_row, const RowTile<T, kK, kCols, kReadBy>& B) {
     using Result = ThreadTile<kRows, kCols, kLanesM, 4>;
     using TileB = RowTile<T, kK, kCols, kReadBy>;
-    const LeftRows<Result, float, kRowsA, kK> left(A, first_row);
-    constexpr u32 kUnrolled = kK % 16 == 0 ? 16 : 8;
+    LeftRows<Result, float, kRowsA, kK> left(A, first_row);
+    const T* rows = B.data;
+    constexpr u32 kUnrolled = kK % kUnrolledK<float> == 0 ? kUnrolledK<float> : 8;
 #pragma unroll 1
-    for (u32 k0 = 0; k0 < kK; k0 += kUnrolled)
+    for (u32 k0 = 0; k0 < kK; k0 += kUnrolled) {
 #pragma unroll
         for (u32 k = 0; k < kUnrolled; k += 4) {
             float a[Result::kM][4];
 #pragma unroll
             for (u32 m = 0; m < Result::kM; ++m)
-                left.load(a[m], m, k0, k);
+                left.load(a[m], m, k);
 #pragma unroll
             for (u32 c = 0; c < 4; ++c) {
-                const T* row = B.data + (k0 + k + c) * TileB::kStride;
-                auto add_run = [&](auto& b, u32 first) {
-                    load_run(b, row + D.col(first));
+                const T* row = rows + (k + c) * TileB::kStride;
+                if constexpr (Result::kFours != 0)
 #pragma unroll
-                    for (u32 m = 0; m < Result::kM; ++m)
-#pragma unroll
-                        for (u32 n = 0; n < sizeof(b) / sizeof(float); ++n)
-                            D.x[m][first + n][0] = multiply_add(a[m][c], b[n], D.x[m][first + n][0]);
-                };
-#pragma unroll
-                for (u32 n = 0; n < Result::kFours; n += 4) {
-                    float b[4];
-                    add_run(b, n);
-                }
-                if constexpr (Result::kTwos != 0) {
-                    float b[2];
-                    add_run(b, Result::kFours);
-                }
-                if constexpr (Result::kN % 2 != 0) {
-                    float b[1];
-                    add_run(b, Result::kN - 1);
-                }
+                    for (u32 n = 0; n < Result::kFours; n += 4)
+                        add_run<4>(D, a, c, row, n);
+                if constexpr (Result::kTwos != 0)
+                    add_run<2>(D, a, c, row, Result::kFours);
+                if constexpr (Result::kN % 2 != 0)
+                    add_run<1>(D, a, c, row, Result::kN - 1);
             }
         }
+        left.advance(kUnrolled);
+        rows += kUnrolled * TileB::kStride;
+    }
 }
 
 /// Rounds a result to T and writes it into a tile, the warp's rows from first_row on.
 template <typename T, u32 kTileRows, u32 kTileCols, ReadBy kReadBy, u32 kRows, u32 kCols, u32 kLanesM, u32 kMaxRun>
-DEVICE void store_result(RowTile<T, kTileRows, kTileCols, kReadBy>& tile, const ThreadTile<kRows, kCols, kLanesM, kMaxRun>& D,
-                         u32 first_row) {
+DEVICE void store_result(RowTile<T, kTileRows, kTileCols, kReadBy>& tile,
+                         const ThreadTile<kRows, kCols, kLanesM, kMaxRun>& D, u32 first_row) {
     using Result = ThreadTile<kRows, kCols, kLanesM, kMaxRun>;
 #pragma unroll
     for (u32 m = 0; m < Result::kM; ++m) {
+        if constexpr (Result::kFours != 0)
 #pragma unroll
-        for (u32 n = 0; n < Result::kFours; n += 4)
-            store_run(tile.pointer(first_row + D.row(m), D.col(n)),
-                      {D.x[m][n][0], D.x[m][n + 1][0], D.x[m][n + 2][0], D.x[m][n + 3][0]});
+            for (u32 n = 0; n < Result::kFours; n += 4)
+                store_run(tile.pointer(first_row + D.row(m), D.col(n)),
+                          {D.x[m][n][0], D.x[m][n + 1][0], D.x[m][n + 2][0], D.x[m][n + 3][0]});
 #pragma unroll
         for (u32 n = Result::kFours; n < Result::kN; ++n)
             tile.at(first_row + D.row(m), D.col(n)) = from_float<T>(D.x[m][n][0]);
