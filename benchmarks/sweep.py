@@ -90,15 +90,21 @@ def milliseconds(run: Run, scratch: Any, repeats: int = 4) -> float:
     return statistics.median(cp.cuda.get_elapsed_time(start, end) for start, end in pairs)
 
 
-def sweep(runtime: CudaRuntime, task: Task, cases: list[Case], rounds: int) -> list[tuple[TileConfig, list[float]]]:
-    """(configuration, TFLOP/s per case) of all that do not spill, fastest first."""
+def sweep(
+    runtime: CudaRuntime, task: Task, cases: list[Case], rounds: int, where: dict[str, int]
+) -> list[tuple[TileConfig, list[float]]]:
+    """(configuration, TFLOP/s per case) of all with these values that do not spill, fastest first."""
     device = cp.cuda.Device()
 
     def spills(config: TileConfig) -> int:
         with device:
             return cases[0].prepare(runtime, task, config)[0]
 
-    configs = space(task, cases[0].problem, runtime.limits())
+    configs = [
+        config
+        for config in space(task, cases[0].problem, runtime.limits())
+        if all(getattr(config, name) == value for name, value in where.items())
+    ]
     with ThreadPoolExecutor(16) as pool:
         clean = [config for config, spilled in zip(configs, pool.map(spills, configs), strict=True) if not spilled]
     scratch = cp.empty(256 << 20, cp.int8)
@@ -122,8 +128,10 @@ def main() -> None:
     parser.add_argument("--seqlens", default="1024,8192")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--show", type=int, default=5)
+    parser.add_argument("--where", default="", help="only tiles with these values, as in Br=64,stages=2")
     parser.add_argument("--yaml", help="file to write the winners to")
     arguments = parser.parse_args()
+    where = {name: int(value) for name, value in (pair.split("=") for pair in arguments.where.split(",") if pair)}
     runtime = CudaRuntime()
     winners = []
     for task in arguments.tasks.split(","):
@@ -132,7 +140,7 @@ def main() -> None:
                 deterministic = task in ("backward_dkv", "backward_dq")
                 lengths = map(int, arguments.seqlens.split(","))
                 cases = [Case(length, head_dim, causal, arguments.dtype, deterministic) for length in lengths]
-                ranked = sweep(runtime, task, cases, arguments.rounds)
+                ranked = sweep(runtime, task, cases, arguments.rounds, where)
                 print(f"{task} d{head_dim} {'causal' if causal else 'full'}, TFLOP/s at {arguments.seqlens}:")
                 for config, rates in ranked[: arguments.show]:
                     numbers = {name: value for name, value in asdict(config).items() if value != 1}
