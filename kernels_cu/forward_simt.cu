@@ -88,7 +88,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
 
     const u32 warp_row = warp_index() * kWarpRows;
     const Range rows = work.queries.part(warp_row, kWarpRows);  // of this warp; some may lie beyond the last query
-    SoftmaxState<ScoreTile::kM, 1> state(score.unit());
+    SoftmaxState<ScoreTile::kM, 1, sizeof(Element) == 2> state(score.unit());
     OutputTile O;
     O.clear();
     load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,

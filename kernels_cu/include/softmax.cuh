@@ -9,8 +9,9 @@
 constexpr float kFusedExponentLimit = 4096.0f;
 
 /// m and l of the rows this lane holds: [fragment][row in it], as in the tiles S and O. m is in units of the scores, l is
-/// this lane's part.
-template <u32 kM, u32 kFragmentRows = 2>
+/// this lane's part. kMayFuse: weights go into a 16-bit product, where the rounding of m c is not seen; in float32 it would
+/// be, as a lone key's weight that is not exactly 1.
+template <u32 kM, u32 kFragmentRows = 2, bool kMayFuse = true>
 struct SoftmaxState {
     float m[kM][kFragmentRows];
     float l[kM][kFragmentRows];
@@ -51,7 +52,7 @@ struct SoftmaxState {
             }
         if (warp_any(moved))
             rescale(O);
-        if (warp_any(large))
+        if (!kMayFuse || warp_any(large))
             exponentiate<false>(S, reference, to_log2);
         else
             exponentiate<true>(S, reference, to_log2);
