@@ -78,11 +78,11 @@ def choose(task: Task, problem: Problem, limits: Limits, given: Given | None = N
         return tuned, "tuned"
     found = heuristics.candidates(task, problem, limits)
     if not found:
-        first = heuristics.listed(task, problem, limits)
-        reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in first})
+        listed = heuristics.listed(task, problem, limits)
+        reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in listed})
         raise UnsupportedError(
             f"no {task} kernel for {problem.dtype}, head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
-            f"on {limits.name} (sm_{limits.arch}): {'; '.join(reasons)}"
+            f"on {limits.name} (sm_{limits.arch}): {'; '.join(reasons) or 'no tile fits its shared memory'}"
         )
     return found[0], "heuristic"
 
@@ -186,7 +186,7 @@ def _section(problem: Problem, bytes_per_head: int, heads: int, limits: Limits) 
     """
     if not problem.is_masked:
         return 1
-    return max(1, min(problem.batch * heads, limits.l2_bytes // 2 // bytes_per_head))
+    return max(1, min(problem.batch * heads, limits.l2_bytes // 2 // max(1, bytes_per_head)))
 
 
 def _query_blocks(problem: Problem, config: TileConfig) -> int:

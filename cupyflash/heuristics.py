@@ -13,7 +13,9 @@ from .problem import Problem
 from .resources import Limits, why_illegal
 from .tiles import Task, TileConfig, tile_head_dim
 
-# (largest tile head dim, configurations), smallest first.
+_Table = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
+
+# Tables of (largest tile head dim, configurations), smallest first. Forward: (Br, Bc, warps).
 _FORWARD = (
     (64, ((128, 128, 4), (128, 96, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
     (128, ((128, 64, 4), (128, 48, 4), (64, 64, 4), (64, 32, 4), (32, 32, 2))),
@@ -25,23 +27,21 @@ _FORWARD_SHAPED = (
     (128, ((64, 128, 4), (64, 64, 4), (64, 32, 4), (32, 32, 2))),
     _FORWARD[2],
 )
-# (Br, Bc, warps, stages, score_warps_q, grad_warps_d, dq_warps_d)
+# TF32 rounds its operands on the way in, and sm_75 copies through registers: both have fewer left for the tiles.
+_FORWARD_TIGHT = (
+    (64, ((128, 64, 4), (64, 64, 4), (64, 32, 4))),
+    (128, ((64, 64, 4), (64, 32, 4), (32, 32, 2))),
+    (256, ((64, 48, 4), (64, 32, 4), (32, 32, 2), (16, 32, 1), (16, 16, 1))),
+)
+# Backward: (Br, Bc, warps, stages, score_warps_q, grad_warps_d, dq_warps_d).
 _BACKWARD = (
-    (
-        64,
-        (
-            (32, 128, 4, 2, 1, 1, 2),
-            (64, 128, 8, 2, 1, 1, 2),
-            (64, 128, 8, 2, 1, 1, 1),
-            (64, 64, 4, 2, 1, 1, 1),
-            (32, 64, 4, 1, 1, 1, 2),
-            (32, 32, 2, 1, 1, 1, 1),
-        ),
-    ),
+    (64, ((32, 128, 4, 2, 1, 1, 2), (64, 128, 8, 2, 1, 1, 1), (64, 64, 4, 2, 1, 1, 1), (32, 64, 4, 1, 1, 1, 2))),
+    (96, ((64, 64, 8, 2, 2, 2, 2), (32, 64, 4, 2, 1, 1, 2), (64, 64, 4, 2, 1, 1, 1), (32, 64, 4, 1, 1, 1, 2))),
     (
         128,
         (
             (64, 128, 8, 2, 2, 2, 4),
+            (64, 64, 8, 2, 2, 2, 2),
             (64, 64, 4, 2, 1, 1, 1),
             (32, 64, 4, 2, 1, 1, 2),
             (32, 64, 4, 1, 1, 1, 2),
@@ -59,15 +59,41 @@ _BACKWARD = (
             (64, 64, 8, 1, 2, 2, 2),
             (32, 32, 4, 1, 2, 4, 4),
             (32, 32, 4, 1, 2, 2, 2),
-            (16, 32, 4, 1, 1, 2, 4),
-            (16, 32, 2, 1, 1, 2, 2),
-            (16, 16, 2, 1, 1, 2, 2),
+            (32, 64, 4, 1, 1, 1, 2),
         ),
     ),
 )
+_BACKWARD_TIGHT = (
+    (
+        64,
+        (
+            (64, 128, 8, 2, 1, 1, 2),
+            (32, 128, 8, 2, 1, 1, 4),
+            (32, 64, 4, 1, 1, 1, 2),
+            (64, 64, 4, 1, 1, 1, 1),
+            (32, 32, 2, 1, 1, 1, 1),
+        ),
+    ),
+    (
+        128,
+        (
+            (32, 128, 8, 2, 2, 2, 4),
+            (64, 64, 8, 1, 2, 2, 2),
+            (32, 64, 8, 1, 2, 2, 4),
+            (16, 32, 2, 1, 1, 1, 2),
+            (32, 32, 2, 1, 1, 1, 1),
+        ),
+    ),
+    (256, ((32, 32, 4, 1, 2, 4, 4), (32, 32, 4, 1, 2, 2, 2), (16, 32, 2, 1, 1, 2, 2))),
+)
+# (Br, Bc, warps, stages)
 _BACKWARD_DQ = (
     (128, ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))),
     (256, ((128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 2, 1), (16, 32, 1, 1), (16, 16, 1, 1))),
+)
+_BACKWARD_DQ_TIGHT = (
+    _BACKWARD_DQ[0],
+    (256, ((128, 32, 8, 2), (64, 32, 4, 1), (16, 32, 1, 1), (16, 16, 1, 1))),
 )
 
 
@@ -78,21 +104,24 @@ def candidates(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]
 
 def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     """All configurations that are considered for the task, legal on the GPU or not."""
-    return [*_mma_list(task, problem), *_simt_list(task, problem, limits)]
+    return [*_mma_list(task, problem, limits), *_simt_list(task, problem, limits)]
 
 
-def _mma_list(task: Task, problem: Problem) -> list[TileConfig]:
+def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     head_dim = max(tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v))
+    table: _Table
+    tight = problem.itemsize == 4 or limits.arch < 80
     if task == "forward":
         shaped = problem.is_masked or problem.softcap or problem.scale <= 0
-        return [
-            TileConfig("mma", *numbers) for numbers in _first_fit(_FORWARD_SHAPED if shaped else _FORWARD, head_dim)
-        ]
+        table = _FORWARD_TIGHT if tight else _FORWARD_SHAPED if shaped else _FORWARD
+        return [TileConfig("mma", *numbers) for numbers in _first_fit(table, head_dim)]
     if task == "backward_dq":
-        return [TileConfig("mma", *numbers) for numbers in _first_fit(_BACKWARD_DQ, head_dim)]
+        table = _BACKWARD_DQ_TIGHT if tight else _BACKWARD_DQ
+        return [TileConfig("mma", *numbers) for numbers in _first_fit(table, head_dim)]
+    table = _BACKWARD_TIGHT if tight else _BACKWARD
     return [
-        TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq)
-        for Br, Bc, warps, stages, score, grad, dq in _first_fit(_BACKWARD, head_dim)
+        TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=head_dim <= 64)
+        for Br, Bc, warps, stages, score, grad, dq in _first_fit(table, head_dim)
     ]
 
 
@@ -100,10 +129,11 @@ def _simt_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]
     if task == "backward":  # dQ has a kernel of its own in this family
         return []
     d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
-    return [TileConfig("simt", *resources_simt.default_tiles(task, d, dv, limits.shared_bytes))]
+    try:
+        return [TileConfig("simt", *resources_simt.default_tiles(task, d, dv, limits.shared_bytes))]
+    except ValueError:  # nothing fits; no GPU from sm_75 on is that small
+        return []
 
 
-def _first_fit(
-    table: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...], head_dim: int
-) -> tuple[tuple[int, ...], ...]:
+def _first_fit(table: _Table, head_dim: int) -> tuple[tuple[int, ...], ...]:
     return next(configs for largest, configs in table if head_dim <= largest)

@@ -12,7 +12,7 @@ constexpr u32 kLanesPerRow = 8;
 /// One query tile of one head; all threads of the block.
 DEVICE void prepare_rows(const BackwardParams& params) {
     using Piece = typename Word<kVectorBytes>::type;
-    constexpr u32 kPieceElements = kVectorBytes / sizeof(Element);
+    constexpr u32 kPieceElements = kVectorBytes / sizeof(Element), kChunkElements = 16 / sizeof(Element);
     const QueryTile tile(params);
     const Element* out = params.out + tile.batch * params.out_batch_stride + tile.head * params.out_head_stride;
     const Element* dout = params.dout + tile.batch * params.dout_batch_stride + tile.head * params.dout_head_stride;
@@ -22,16 +22,21 @@ DEVICE void prepare_rows(const BackwardParams& params) {
     for (u32 row = thread_index() / kLanesPerRow; row < kBr; row += kThreads / kLanesPerRow) {
         const i32 query = tile.index * static_cast<i32>(kBr) + static_cast<i32>(row);
         float sum = 0.0f;
+        // A lane takes whole 16-byte chunks in order, however wide the pieces: the sum does not depend on the alignment.
         if (query < params.seqlen_q)
 #pragma unroll 4
-            for (u32 col = lane * kPieceElements; col < kHeadDimV; col += kLanesPerRow * kPieceElements) {
-                const Piece o = *reinterpret_cast<const Piece*>(out + query * params.out_row_stride + col);
-                const Piece d = *reinterpret_cast<const Piece*>(dout + query * params.dout_row_stride + col);
+            for (u32 chunk = lane * kChunkElements; chunk < kHeadDimV; chunk += kLanesPerRow * kChunkElements)
 #pragma unroll
-                for (u32 n = 0; n < kPieceElements; ++n)
-                    sum += to_float(reinterpret_cast<const Element*>(&o)[n]) *
-                           to_float(reinterpret_cast<const Element*>(&d)[n]);
-            }
+                for (u32 col = chunk; col < chunk + kChunkElements; col += kPieceElements) {
+                    if (kHeadDimV % kChunkElements != 0 && col >= kHeadDimV)
+                        break;
+                    const Piece o = *reinterpret_cast<const Piece*>(out + query * params.out_row_stride + col);
+                    const Piece d = *reinterpret_cast<const Piece*>(dout + query * params.dout_row_stride + col);
+#pragma unroll
+                    for (u32 n = 0; n < kPieceElements; ++n)
+                        sum += to_float(reinterpret_cast<const Element*>(&o)[n]) *
+                               to_float(reinterpret_cast<const Element*>(&d)[n]);
+                }
 #pragma unroll
         for (u32 mask = 1; mask < kLanesPerRow; mask *= 2)
             sum += shuffle_xor(sum, mask);

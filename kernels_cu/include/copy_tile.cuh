@@ -13,7 +13,7 @@ DEVICE void for_each_piece(Pointer global, i64 row_stride, Body body) {
     constexpr u32 kPiecesPerRow = Tile::kCols / kPieceElements;
     constexpr u32 kPieces = Tile::kRows * kPiecesPerRow;
     const u32 first = opaque(thread_index());
-    if constexpr (kPieces % kThreads == 0 && kThreads % kPiecesPerRow == 0) {
+    if constexpr (kVectorBytes == 16 && kPieces % kThreads == 0 && kThreads % kPiecesPerRow == 0) {
         // Every thread keeps its column and walks down the rows: one 64-bit addition per piece.
         constexpr u32 kRowStep = kThreads / kPiecesPerRow;
         const u32 row = first / kPiecesPerRow, col = first % kPiecesPerRow * kPieceElements;
@@ -23,7 +23,8 @@ DEVICE void for_each_piece(Pointer global, i64 row_stride, Body body) {
         for (u32 n = 0; n < kPieces / kThreads; ++n, piece += step)
             body(row + n * kRowStep, col, piece);
     } else {
-        constexpr u32 kUnroll = kPieces / kThreads > 16 ? 4 : 16;
+        // Narrow pieces pass through registers (see copy_async): only a few at a time.
+        constexpr u32 kUnroll = kVectorBytes < 16 || kPieces / kThreads > 16 ? 4 : 16;
 #pragma unroll kUnroll
         for (u32 piece = first; piece < kPieces; piece += kThreads) {
             const u32 row = piece / kPiecesPerRow, col = piece % kPiecesPerRow * kPieceElements;
