@@ -33,51 +33,44 @@ def backward_dq_shared_bytes(Br: int, Bc: int, d: int, dv: int, stages: int, ite
 
 
 def default_tiles(direction: str, d: int, dv: int, shared_limit: int) -> tuple[int, int, int, int]:
-    """Tiles for a pass where nothing has been measured: the first of a short list that fits, for float32.
+    """Tiles for a pass where nothing has been measured, by the shared memory that a block may use.
 
     Args:
         direction: "forward", "backward_dkv" or "backward_dq".
         d, dv: head dims of tiles.
-        shared_limit: shared memory that a block may use, in bytes.
+        shared_limit: in bytes.
 
     Returns:
-        (Br, Bc, warps, stages). From 48 KiB on they fit every head dim; below that they may not, the smallest being
-        returned.
+        (Br, Bc, warps, stages), which fit in float32 whatever the head dims.
+
+    Raises:
+        ValueError: less than 48 KiB.
     """
-    table, shared_bytes = _DEFAULTS[direction]
-    listed = next(tiles for largest, tiles in table if max(d, dv) <= largest)
-    for Br, Bc, warps, stages in listed:
-        if shared_bytes(Br, Bc, d, dv, stages, _FLOAT) <= shared_limit:
-            return Br, Bc, warps, stages
-    return listed[-1]
+    by_memory = next(tiles for largest, tiles in _DEFAULTS[direction].items() if max(d, dv) <= largest)
+    enough = [kibibytes for kibibytes in by_memory if kibibytes * 1024 <= shared_limit]
+    if not enough:
+        raise ValueError(f"shared_limit is {shared_limit} bytes; {direction} needs at least {min(by_memory)} KiB")
+    Br, Bc, warps = by_memory[max(enough)]
+    return Br, Bc, warps, 1
 
 
-# (largest head dim of a tile, tiles), best first: for 227, 163, 99, 64 and 48 KiB of shared memory. A lane should hold
-# eight rows of a product and at least four columns; where the sums allow it a warp has 32 rows, else 16, and two blocks
-# fit an SM.
+# {direction: {largest head dim of a tile: {KiB of shared memory: (Br, Bc, warps)}}}
+# A lane should hold eight rows of a product and four columns; where the sums allow it without a spill a warp has 32
+# rows, else 16 (or 8), and two blocks fit an SM.
 _DEFAULTS = {
-    "forward": (
-        (
-            (64, ((128, 64, 4, 1), (64, 32, 2, 1))),
-            (128, ((64, 64, 4, 1), (64, 32, 2, 1), (32, 32, 2, 1), (16, 16, 1, 1))),
-            (256, ((128, 32, 8, 1), (64, 32, 4, 1), (32, 16, 4, 1), (16, 16, 2, 1), (8, 16, 1, 1))),
-        ),
-        forward_shared_bytes,
-    ),
-    "backward_dkv": (
-        (
-            (64, ((64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 2, 1))),
-            (128, ((64, 128, 8, 1), (32, 64, 4, 1), (32, 32, 2, 1), (16, 32, 2, 1), (16, 16, 1, 1))),
-            (256, ((32, 64, 8, 1), (32, 32, 4, 1), (16, 32, 4, 1), (8, 16, 2, 1), (8, 8, 1, 1))),
-        ),
-        backward_dkv_shared_bytes,
-    ),
-    "backward_dq": (
-        (
-            (64, ((128, 32, 4, 1), (64, 32, 2, 1), (32, 32, 2, 1))),
-            (128, ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 2, 1), (32, 16, 2, 1), (16, 16, 1, 1))),
-            (256, ((64, 32, 8, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 8, 2, 1), (8, 8, 1, 1))),
-        ),
-        backward_dq_shared_bytes,
-    ),
+    "forward": {
+        64: {163: (128, 64, 4), 99: (128, 32, 4), 48: (64, 32, 2)},
+        128: {163: (64, 64, 4), 99: (64, 32, 4), 64: (32, 32, 2), 48: (32, 16, 2)},
+        256: {227: (128, 32, 8), 163: (64, 32, 8), 99: (32, 16, 4), 64: (16, 16, 2), 48: (8, 16, 1)},
+    },
+    "backward_dkv": {
+        64: {99: (64, 64, 4), 64: (32, 64, 4), 48: (32, 32, 2)},
+        128: {227: (32, 128, 8), 163: (32, 64, 4), 99: (32, 32, 4), 64: (16, 32, 4), 48: (16, 16, 2)},
+        256: {227: (32, 64, 8), 163: (32, 32, 4), 99: (16, 32, 4), 64: (8, 16, 2), 48: (8, 8, 1)},
+    },
+    "backward_dq": {
+        64: {99: (128, 32, 4), 64: (64, 32, 4), 48: (32, 32, 2)},
+        128: {227: (128, 64, 8), 163: (64, 32, 4), 99: (32, 32, 4), 64: (32, 16, 4), 48: (16, 16, 2)},
+        256: {227: (64, 32, 8), 163: (32, 32, 4), 99: (32, 16, 4), 64: (16, 8, 2), 48: (8, 8, 1)},
+    },
 }
