@@ -6,6 +6,7 @@ an equal call goes from that look-up to the launch.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -398,9 +399,18 @@ def _bshd(call: Call, array: Array) -> Array:
 
 def _is_addressable(array: Array) -> bool:
     """Whether kernels can read an array in place: rows of head_dim consecutive elements, aligned to whole elements."""
-    itemsize = array.itemsize
-    batch, sequence, heads, element = array.strides
-    return element == itemsize and not (batch | sequence | heads | array.data.ptr) % itemsize
+    return _strides_fit(array.strides, array.itemsize) and not array.data.ptr % array.itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides_fit(strides: tuple[int, ...], itemsize: int) -> bool:
+    batch, sequence, heads, element = strides
+    return element == itemsize and not (batch | sequence | heads) % itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return any(stride == 0 and length > 1 for length, stride in zip(shape, strides, strict=True))
 
 
 def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
@@ -409,7 +419,7 @@ def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
     check_shape("out", out, call.out_shape)
     if type(out) is np.ndarray and not out.flags.writeable:
         raise ValueError("out is read-only; pass an array that can be written to")
-    if any(stride == 0 and length > 1 for length, stride in zip(out.shape, out.strides, strict=True)):
+    if _shares_elements(out.shape, out.strides):
         raise ValueError(f"out has strides {out.strides}, so that elements share memory; pass an array that owns each")
     start, end = arrays.extent(out)
     for name, array in (("q", q), ("k", k), ("v", v)):

@@ -8,6 +8,7 @@ looked up in ``sys.modules`` only: whoever holds a torch tensor has imported tor
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -138,13 +139,19 @@ def on_gpu_of(names: tuple[str, ...], *arrays: Array) -> contextlib.AbstractCont
 
 def extent(array: Array) -> tuple[int, int]:
     """The half-open range of addresses that an array may touch."""
-    start = end = array.__array_interface__["data"][0] if type(array) is np.ndarray else array.data.ptr
-    if array.size == 0:
-        return start, start
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        start += min(0, (length - 1) * stride)
-        end += max(0, (length - 1) * stride)
-    return start, end + array.itemsize
+    pointer = array.__array_interface__["data"][0] if type(array) is np.ndarray else array.data.ptr
+    low, high = _span(array.shape, array.strides, array.itemsize)
+    return pointer + low, pointer + high
+
+
+@functools.lru_cache(maxsize=4096)
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """``extent`` from the address of the first element on."""
+    if 0 in shape:
+        return 0, 0
+    low = sum(min(0, (length - 1) * stride) for length, stride in zip(shape, strides, strict=True))
+    high = sum(max(0, (length - 1) * stride) for length, stride in zip(shape, strides, strict=True))
+    return low, high + itemsize
 
 
 def require_cupy(who: str) -> Any:

@@ -27,6 +27,8 @@ _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source f
     ("simt", "backward_dq"): ("backward_dq_simt.cu", "backward_dq_simt"),
 }
 
+_LONGEST = 2**31 - 1024  # rows are counted in int32, rounded up to whole tiles
+
 
 class UnsupportedError(ValueError):
     """No kernel can compute this problem on this GPU; the message says what is missing."""
@@ -194,6 +196,8 @@ def _query_blocks(problem: Problem, config: TileConfig) -> int:
 
 
 def _blocks(heads: int, length: int, tile: int) -> int:
+    if length > _LONGEST:
+        raise UnsupportedError(f"a sequence of {length} rows; the GPU computes up to {_LONGEST}")
     blocks = heads * -(-length // tile)
     if blocks >= 2**31:
         raise UnsupportedError(f"{heads} heads of {length} rows are {blocks} blocks; a launch has fewer than 2^31")

@@ -114,10 +114,10 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     if task == "forward":
         shaped = problem.is_masked or problem.softcap or problem.scale <= 0
         table = _FORWARD_TIGHT if tight else _FORWARD_SHAPED if shaped else _FORWARD
-        return [TileConfig("mma", *numbers) for numbers in _first_fit(table, head_dim)]
+        return [TileConfig("mma", Br, Bc, warps) for Br, Bc, warps in _first_fit(table, head_dim)]
     if task == "backward_dq":
         table = _BACKWARD_DQ_TIGHT if tight else _BACKWARD_DQ
-        return [TileConfig("mma", *numbers) for numbers in _first_fit(table, head_dim)]
+        return [TileConfig("mma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(table, head_dim)]
     table = _BACKWARD_TIGHT if tight else _BACKWARD
     return [
         TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=head_dim <= 64)

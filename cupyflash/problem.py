@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -75,6 +75,14 @@ class Problem:
     softcap: float  # 0.0 = off
     precision: str  # "ieee" | "tf32"; tf32 only changes float32 on the GPU
     deterministic: bool
+    _hash: int = field(init=False, repr=False, compare=False)  # a problem is looked up at every call
+
+    def __post_init__(self) -> None:
+        values = (getattr(self, name) for name in self.__slots__ if name != "_hash")
+        object.__setattr__(self, "_hash", hash(tuple(values)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def group(self) -> int:

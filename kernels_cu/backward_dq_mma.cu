@@ -65,8 +65,8 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
-    load_tile<kHeadDim>(shared.Q, params.q + batch * params.q_batch_stride + head * params.q_head_stride, params.q_row_stride,
-                        queries.first, params.seqlen_q);
+    load_tile<kHeadDim>(shared.Q, params.q + batch * params.q_batch_stride + head * params.q_head_stride,
+                        params.q_row_stride, queries.first, params.seqlen_q);
     load_tile<kHeadDimV>(shared.dO, params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride,
                          params.dout_row_stride, queries.first, params.seqlen_q);
     copy_async_commit();

@@ -24,7 +24,8 @@ struct Work {
 
     Work() = default;
     DEVICE explicit Work(const ForwardParams& params) {
-        const TileWork work = tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
+        const TileWork work =
+            tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
         batch = work.batch_head / params.num_heads;
         head = work.batch_head % params.num_heads;
         queries = work.rows;
@@ -56,7 +57,8 @@ DEVICE void mask_scores(Accumulator<kM, kBc / 8>& S, const Band& band, i32 first
         for (u32 half = 0; half < 2; ++half) {
             // Relative to this lane's first column, so that the comparisons below are with constants.
             const i32 origin = first_key + static_cast<i32>(S.col(0, 0));
-            const Range keys = band.keys_of(static_cast<i32>(opaque(first_query)) + static_cast<i32>(S.row(m, 2 * half)));
+            const Range keys =
+                band.keys_of(static_cast<i32>(opaque(first_query)) + static_cast<i32>(S.row(m, 2 * half)));
             const i32 first = keys.first - origin, end = keys.end - origin;
 #pragma unroll
             for (u32 n = 0; n < kBc / 8; ++n)
@@ -131,7 +133,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         if (kBand && !band.all_visible(work.queries, keys) && shared.careful)
             clear_nonfinite(shared.V);
         if (sees) {
-            state.update(S, O);                                                                   // S becomes P = exp(S - m)
+            state.update(S, O);  // S becomes P = exp(S - m)
             warp_gemm<Element, kBc / kStepK<Element>>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j
         }
     }
@@ -154,8 +156,8 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     const bool finite = !kBand || !block_any(!O.all_finite());
     store_accumulator(shared.O, O, warp_row, 0);
     if (kBand && shared.careful)
-        restore_nonfinite<kHeadDimV>(
-            shared.O, at.v, params.v_row_stride, {0, params.seqlen_k}, [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
+        restore_nonfinite<kHeadDimV>(shared.O, at.v, params.v_row_stride, {0, params.seqlen_k},
+                                     [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
     block_sync();
     store_tile<kHeadDimV>(shared.O, params.out + at.batch * params.out_batch_stride + at.head * params.out_head_stride,
                           params.out_row_stride, at.queries.first, params.seqlen_q);

@@ -91,14 +91,17 @@ struct MatrixParams {
 KERNEL(32, 1) void load_matrices(PARAMS(MatrixParams) params) {
     u16* shared = shared_array<u16>();
     const u32 l = lane_index();
-    for (u32 n = 0; n < 8; ++n) shared[8 * l + n] = params.matrix[8 * l + n];
+    for (u32 n = 0; n < 8; ++n)
+        shared[8 * l + n] = params.matrix[8 * l + n];
     warp_sync();
     u32 r[4];
     const SharedAddress address = shared_address(shared + 8 * params.row[l]);
     ldmatrix_x4(r, address);
-    for (u32 n = 0; n < 4; ++n) params.plain[4 * l + n] = r[n];
+    for (u32 n = 0; n < 4; ++n)
+        params.plain[4 * l + n] = r[n];
     ldmatrix_x4_transposed(r, address);
-    for (u32 n = 0; n < 4; ++n) params.transposed[4 * l + n] = r[n];
+    for (u32 n = 0; n < 4; ++n)
+        params.transposed[4 * l + n] = r[n];
 }
 
 template <typename T>
@@ -137,7 +140,8 @@ DEVICE void multiply(const MmaParams<T>& params) {
         }
     }
     mma<T>(d, a, b[0], b[1]);
-    for (u32 r = 0; r < 4; ++r) *D[r] = d[r];
+    for (u32 r = 0; r < 4; ++r)
+        *D[r] = d[r];
 }
 
 KERNEL(32, 1) void multiply_half(PARAMS(MmaParams<Float16>) params) { multiply(params); }
@@ -158,11 +162,14 @@ KERNEL(kThreads, 1) void copy(PARAMS(CopyParams) params) {
         copy_async<4>(shared + kThreads * group + n, params.source + kThreads * group + n, true);
         copy_async_commit();
     }
-    for (u32 group = 0; group < 2; ++group) params.at_once[kThreads * group + n] = shared[kThreads * group + n];
+    for (u32 group = 0; group < 2; ++group)
+        params.at_once[kThreads * group + n] = shared[kThreads * group + n];
     copy_async_wait<1>();
-    for (u32 group = 0; group < 2; ++group) params.after_first[kThreads * group + n] = shared[kThreads * group + n];
+    for (u32 group = 0; group < 2; ++group)
+        params.after_first[kThreads * group + n] = shared[kThreads * group + n];
     copy_async_wait<0>();
-    for (u32 group = 0; group < 2; ++group) params.after_both[kThreads * group + n] = shared[kThreads * group + n];
+    for (u32 group = 0; group < 2; ++group)
+        params.after_both[kThreads * group + n] = shared[kThreads * group + n];
     copy_async<4>(shared + n, nullptr, false);
     copy_async_commit();
     copy_async_wait<0>();
@@ -181,7 +188,8 @@ DEVICE void copy_bytes(const BytesParams& params) {
     copy_async<kBytes>(shared + first, params.source + first, true);
     copy_async_commit();
     copy_async_wait<0>();
-    for (u32 n = 0; n < kBytes; ++n) params.target[first + n] = shared[first + n];
+    for (u32 n = 0; n < kBytes; ++n)
+        params.target[first + n] = shared[first + n];
 }
 
 KERNEL(32, 1) void copy_2(PARAMS(BytesParams) params) { copy_bytes<2>(params); }
@@ -220,7 +228,8 @@ template <bool kBarrier>
 DEVICE void rotate(u32* out) {
     u32* shared = shared_array<u32>();
     shared[thread_index()] = thread_index();
-    if (kBarrier) block_sync();
+    if (kBarrier)
+        block_sync();
     out[thread_index()] = shared[(thread_index() + 1) % kThreads];
 }
 
@@ -228,13 +237,15 @@ KERNEL(kThreads, 1) void rotate_synchronised(PARAMS(OutParams) params) { rotate<
 KERNEL(kThreads, 1) void rotate_unsynchronised(PARAMS(OutParams) params) { rotate<false>(params.out); }
 
 KERNEL(kThreads, 1) void one_warp_returns(PARAMS(OutParams) params) {
-    if (thread_index() < 32) return;
+    if (thread_index() < 32)
+        return;
     block_sync();
     params.out[thread_index()] = block_any(true);
 }
 
 KERNEL(kThreads, 1) void one_lane_returns(PARAMS(OutParams) params) {
-    if (thread_index() == 35) return;
+    if (thread_index() == 35)
+        return;
     params.out[thread_index()] = warp_any(true);
 }
 

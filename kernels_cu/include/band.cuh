@@ -42,7 +42,8 @@ struct Band {
 
     /// The queries that see a key.
     DEVICE Range queries_of(i32 key) const {
-        const Range range = {kBandLast ? larger(0, key - last) : 0, kBandFirst ? smaller(seqlen_q, key - first + 1) : seqlen_q};
+        const Range range = {kBandLast ? larger(0, key - last) : 0,
+                             kBandFirst ? smaller(seqlen_q, key - first + 1) : seqlen_q};
         return key < seqlen_k ? range : Range{0, 0};
     }
 

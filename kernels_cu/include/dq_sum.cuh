@@ -9,8 +9,8 @@
 #include "traits.cuh"
 #include "warp_gemm.cuh"
 
-constexpr u32 kWarpsDqD = CF_WARPS_DQ_D;          // dQ: warps over head dims ...
-constexpr u32 kWarpsDqQ = kWarps / kWarpsDqD;     // ... and queries
+constexpr u32 kWarpsDqD = CF_WARPS_DQ_D;       // dQ: warps over head dims ...
+constexpr u32 kWarpsDqQ = kWarps / kWarpsDqD;  // ... and queries
 constexpr u32 kDqM = kBr / (16 * kWarpsDqQ), kDqN = kD / (8 * kWarpsDqD);
 static_assert(kDqM * 16 * kWarpsDqQ == kBr && kDqN * 8 * kWarpsDqD == kD, "warps share dQ evenly");
 
@@ -21,7 +21,8 @@ DEVICE u32 dq_first_col() { return warp_index() % kWarpsDqD * 16; }
 
 /// The sum of one query tile: kBr * kD floats.
 DEVICE float* dq_sum_tile(const BackwardParams& params, i32 batch, i32 head, i32 tile) {
-    return params.dq_sum + ((static_cast<i64>(batch) * params.num_heads + head) * query_tile_count(params) + tile) * (kBr * kD);
+    return params.dq_sum +
+           ((static_cast<i64>(batch) * params.num_heads + head) * query_tile_count(params) + tile) * (kBr * kD);
 }
 
 /// Zeros to sum into, for this block's query tile.
@@ -35,12 +36,13 @@ DEVICE void clear_dq_sum(const BackwardParams& params) {
 /// Where this lane's fragment (m, n) lies in the tile's sum.
 DEVICE u32 dq_fragment(u32 m, u32 n) { return ((warp_index() * kDqM + m) * kDqN + n) * 128 + lane_index() * 4; }
 
+/// Adds this warp's fragments.
 DEVICE void add_to_dq_sum(float* sum, const DqTile& dQ) {
 #pragma unroll
     for (u32 m = 0; m < kDqM; ++m)
 #pragma unroll
         for (u32 n = 0; n < kDqN; ++n) {
-            const float(&x)[4] = dQ.x[m][n];
+            const float (&x)[4] = dQ.x[m][n];
             reduce_add4(sum + dq_fragment(m, n), x[0], x[1], x[2], x[3]);
         }
 }
@@ -61,6 +63,7 @@ DEVICE void add_nan_to_dq_sum(const BackwardParams& params, i32 batch, i32 head,
     const u32 m = row % (16 * kDqM) / 16, n = group / kWarpsDqD * 2 + col % 16 / 8;
     const u32 lane = row % 8 * 4 + col % 8 / 2, e = row % 16 / 8 * 2 + col % 2;
     const float nan = not_a_number();
-    reduce_add4(dq_sum_tile(params, batch, head, query / static_cast<i32>(kBr)) + ((warp * kDqM + m) * kDqN + n) * 128 + lane * 4,
+    reduce_add4(dq_sum_tile(params, batch, head, query / static_cast<i32>(kBr)) + ((warp * kDqM + m) * kDqN + n) * 128 +
+                    lane * 4,
                 e == 0 ? nan : 0.0f, e == 1 ? nan : 0.0f, e == 2 ? nan : 0.0f, e == 3 ? nan : 0.0f);
 }

@@ -12,7 +12,8 @@
 /// `rows` rows that is not finite and that visible(D's row, k) allows. weighted: its weight may be negative or 0, so that the sum is NaN
 /// whatever the element; else the weight is a positive probability, and the element itself is added.
 template <u32 kColsUsed, bool kWeighted = false, typename Result, typename T, typename Visible>
-DEVICE void add_visible_nonfinite(Result& D, const T* matrix, i64 row_stride, i32 rows, Visible visible, u32 first_col = 0) {
+DEVICE void add_visible_nonfinite(Result& D, const T* matrix, i64 row_stride, i32 rows, Visible visible,
+                                  u32 first_col = 0) {
 #pragma unroll 1
     for (i32 k = 0; k < rows; ++k)
 #pragma unroll
@@ -35,7 +36,8 @@ DEVICE void add_visible_nonfinite(Result& D, const T* matrix, i64 row_stride, i3
 /// Puts the elements (k, col) of a matrix that are not finite, k in `range`, into the rows of a result tile that saw them:
 /// rows seen_by(k), counted from the tile's first. weighted: see above. All threads of the block, a barrier before and after.
 template <u32 kColsUsed, bool kWeighted = false, typename Tile, typename SeenBy>
-DEVICE void restore_nonfinite(Tile& result, const typename Tile::Element* matrix, i64 row_stride, Range range, SeenBy seen_by) {
+DEVICE void restore_nonfinite(Tile& result, const typename Tile::Element* matrix, i64 row_stride, Range range,
+                              SeenBy seen_by) {
     block_sync();
 #pragma unroll 1
     for (u32 col = thread_index(); col < kColsUsed; col += kThreads)

@@ -20,7 +20,10 @@ struct Score {
         if constexpr (kScoreKind == 0)
             return product;
         const float scaled = multiply_rounded(product, scale);
-        return kScoreKind == 1 ? scaled : softcap * tanh_accurate(scaled / softcap);
+        // Far below the cap tanh x is x to the last bit, where x itself may be too small for a normal number.
+        if (kScoreKind == 1 || absolute(scaled) < softcap * 0x1p-12f)
+            return scaled;
+        return softcap * tanh_accurate(scaled / softcap);
     }
 
     /// One score is worth this much in natural logarithms ...

@@ -104,8 +104,8 @@ struct SoftmaxState {
 #pragma unroll
                     for (u32 e = kCols * half; e < kCols * (half + 1); ++e) {
                         const float s = S.x[i][n][e];
-                        const float p = exp2_approx(kFused ? multiply_add(s, to_log2, shift)
-                                                           : (s - reference[i][half]) * to_log2);
+                        const float p =
+                            exp2_approx(kFused ? multiply_add(s, to_log2, shift) : (s - reference[i][half]) * to_log2);
                         S.x[i][n][e] = p;
                         sum += p;
                     }

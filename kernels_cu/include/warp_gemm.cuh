@@ -62,7 +62,9 @@ struct Accumulator {
 
     /// Row and column of x[m][n][e] in this lane, from the warp's first row and column on.
     DEVICE static u32 row(u32 m, u32 e) { return 16 * m + lane_index() / 4 + 8 * (e / 2); }
-    DEVICE static u32 col(u32 n, u32 e) { return 16 * kSpread * (n / 2) + 8 * (n % 2) + 2 * (lane_index() % 4) + e % 2; }
+    DEVICE static u32 col(u32 n, u32 e) {
+        return 16 * kSpread * (n / 2) + 8 * (n % 2) + 2 * (lane_index() % 4) + e % 2;
+    }
 
     /// Maximum of x[m][n] in its upper (0) or lower (1) row.
     DEVICE float fragment_maximum(u32 m, u32 n, u32 half) const {
@@ -102,7 +104,9 @@ struct MatrixReader {
         return (lane ^ (chunk & Tile::kSwizzleMask) * 16) + (chunk & ~Tile::kSwizzleMask) * 16 + row * Tile::kRowBytes;
     }
     DEVICE void load(u32 (&r)[4], u32 row, u32 chunk) const { ldmatrix_x4(r, address(row, chunk)); }
-    DEVICE void load_transposed(u32 (&r)[4], u32 row, u32 chunk) const { ldmatrix_x4_transposed(r, address(row, chunk)); }
+    DEVICE void load_transposed(u32 (&r)[4], u32 row, u32 chunk) const {
+        ldmatrix_x4_transposed(r, address(row, chunk));
+    }
 };
 
 /// Left operand A (rows x k) stored as [row][k].
@@ -132,7 +136,8 @@ template <u32 kRows, u32 kCols>
 struct TransposedA<float, kRows, kCols> {
     const SharedTile<float, kRows, kCols>& tile;
     u32 first_row;
-    DEVICE TransposedA(const SharedTile<float, kRows, kCols>& tile_, u32 first_row_) : tile(tile_), first_row(first_row_) {}
+    DEVICE TransposedA(const SharedTile<float, kRows, kCols>& tile_, u32 first_row_)
+        : tile(tile_), first_row(first_row_) {}
     DEVICE void load(u32 (&a)[4], u32 m, u32 step) const {
         const u32 g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
@@ -149,14 +154,14 @@ struct RegisterA {
     DEVICE explicit RegisterA(const Accumulator<kM, kN>& source_) : source(source_) {}
     DEVICE void load(u32 (&a)[4], u32 m, u32 step) const {
         if constexpr (sizeof(T) == 2) {
-            const float(&low)[4] = source.x[m][2 * step];
-            const float(&high)[4] = source.x[m][2 * step + 1];
+            const float (&low)[4] = source.x[m][2 * step];
+            const float (&high)[4] = source.x[m][2 * step + 1];
             a[0] = pack<T>(low[0], low[1]);
             a[1] = pack<T>(low[2], low[3]);
             a[2] = pack<T>(high[0], high[1]);
             a[3] = pack<T>(high[2], high[3]);
         } else {
-            const float(&d)[4] = source.x[m][step];
+            const float (&d)[4] = source.x[m][step];
             a[0] = to_tf32(d[0]);
             a[1] = to_tf32(d[2]);
             a[2] = to_tf32(d[1]);
@@ -186,16 +191,15 @@ struct RowMajorB {
         : reader(tile, 0, MatrixOrder::kRowsFirst) {
         reader.lane = reader.address(0, first_col / 8);
     }
-    DEVICE void load(u32 (&b)[4], u32 n, u32 step) const {
-        reader.load_transposed(b, 16 * step, 2 * kSpread * n);
-    }
+    DEVICE void load(u32 (&b)[4], u32 n, u32 step) const { reader.load_transposed(b, 16 * step, 2 * kSpread * n); }
 };
 
 template <bool kPairedK, u32 kSpread, u32 kRows, u32 kCols>
 struct RowMajorB<float, kPairedK, kSpread, kRows, kCols> {
     const SharedTile<float, kRows, kCols>& tile;
     u32 first_col;
-    DEVICE RowMajorB(const SharedTile<float, kRows, kCols>& tile_, u32 first_col_) : tile(tile_), first_col(first_col_) {}
+    DEVICE RowMajorB(const SharedTile<float, kRows, kCols>& tile_, u32 first_col_)
+        : tile(tile_), first_col(first_col_) {}
     DEVICE void load(u32 (&b)[4], u32 n, u32 step) const {
         const u32 g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
@@ -253,7 +257,8 @@ DEVICE void store_accumulator(Tile& tile, const Accumulator<kM, kN, kSpread>& D,
     for (u32 n = 0; n < kN; ++n) {
         constexpr u32 kChunksPerTile = 8 / Tile::kChunkElements;
         const u32 chunk = (2 * kSpread * (n / 2) + n % 2) * kChunksPerTile;
-        u8* const column = lane + (swizzled ^ (chunk & Tile::kSwizzleMask) * 16) - swizzled + (chunk & ~Tile::kSwizzleMask) * 16;
+        u8* const column =
+            lane + (swizzled ^ (chunk & Tile::kSwizzleMask) * 16) - swizzled + (chunk & ~Tile::kSwizzleMask) * 16;
 #pragma unroll
         for (u32 m = 0; m < kM; ++m)
 #pragma unroll

@@ -26,7 +26,8 @@ DEVICE float from_float<float>(float x) {
 
 template <>
 DEVICE Float16 from_float<Float16>(float x) {
-    if (x != x) return Float16{0x7fff};  // the hardware's only NaN
+    if (x != x)
+        return Float16{0x7fff};  // the hardware's only NaN
     const u32 sign = float_to_bits(x) >> 16 & 0x8000u;
     const u32 magnitude = float_to_bits(x) & 0x7fffffffu;
     u32 bits;
@@ -44,7 +45,8 @@ DEVICE Float16 from_float<Float16>(float x) {
 
 template <>
 DEVICE BFloat16 from_float<BFloat16>(float x) {
-    if (x != x) return BFloat16{0x7fff};
+    if (x != x)
+        return BFloat16{0x7fff};
     const u32 bits = float_to_bits(x);
     return BFloat16{static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
@@ -57,7 +59,8 @@ DEVICE u32 pack(float low, float high) {
 
 /// float32 rounded to TF32 (10 mantissa bits), as the tensor core wants its operand: to nearest, ties away from zero.
 DEVICE u32 to_tf32(float x) {
-    if (x != x) return 0x7fffffffu;
+    if (x != x)
+        return 0x7fffffffu;
     const u32 bits = float_to_bits(x);
     return (is_finite(x) ? bits + 0x1000u : bits) & ~0x1fffu;
 }

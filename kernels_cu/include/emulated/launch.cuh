@@ -116,9 +116,10 @@ void prepare(Context& context, void (*entry)(), u64 stack_offset) {
     forget_frames(context.stack, context.stack_bytes);
 #if defined(CF_EMULATED_SWITCH)
     auto* top = reinterpret_cast<void**>(static_cast<u8*>(context.stack) + context.stack_bytes - stack_offset);
-    *--top = nullptr;                              // the return address of entry, which does not return
-    *--top = reinterpret_cast<void*>(entry);       // where emulated_switch returns to
-    for (u32 n = 0; n < 6; ++n) *--top = nullptr;  // the registers it takes
+    *--top = nullptr;                         // the return address of entry, which does not return
+    *--top = reinterpret_cast<void*>(entry);  // where emulated_switch returns to
+    for (u32 n = 0; n < 6; ++n)
+        *--top = nullptr;  // the registers it takes
     context.stack_pointer = top;
 #else
     getcontext(&context.registers);
@@ -153,7 +154,8 @@ class Stacks {
             std::perror("emulated: no memory for the threads' stacks");
             std::abort();
         }
-        for (u32 n = 0; n < count; ++n) mprotect(memory_ + n * stride(), page_, PROT_NONE);
+        for (u32 n = 0; n < count; ++n)
+            mprotect(memory_ + n * stride(), page_, PROT_NONE);
     }
     ~Stacks() {
         forget_frames(memory_, bytes_);
@@ -190,7 +192,8 @@ struct Copy {
     u8 data[16];
 
     void land() {
-        if (!landed) std::memcpy(target, data, bytes);
+        if (!landed)
+            std::memcpy(target, data, bytes);
         landed = true;
     }
 };
@@ -220,7 +223,8 @@ class Block {
         if (launch.shared_bytes != 0 && posix_memalign(&memory, kSharedAlignment, launch.shared_bytes) != 0)
             std::abort();
         shared_.reset(static_cast<u8*>(memory));
-        for (u32 n = 0; n < launch.threads; ++n) stacks.assign(fibers_[n].context, n);
+        for (u32 n = 0; n < launch.threads; ++n)
+            stacks.assign(fibers_[n].context, n);
     }
 
     /// Runs block `index` to its end; false when it failed, with the reason in `error`.
@@ -316,10 +320,12 @@ void Block::run_next() {
     }
     u32 warp = current / kLanes;
     // Random order mostly stays in a warp: long runs of one warp expose more than a fair shuffle.
-    if (launch.order != Order::kRandom || warps_[warp].ready == 0 || random(16) == 0) warp = pick(ready_warps_);
+    if (launch.order != Order::kRandom || warps_[warp].ready == 0 || random(16) == 0)
+        warp = pick(ready_warps_);
     Fiber& from = fibers_[current];
     current = warp * kLanes + pick(warps_[warp].ready);
-    if (&fibers_[current] != &from) switch_context(from.context, fibers_[current].context, from.returned);
+    if (&fibers_[current] != &from)
+        switch_context(from.context, fibers_[current].context, from.returned);
 }
 
 /// Back to run(), for good.
@@ -342,7 +348,8 @@ std::string Block::describe_waiting() const {
     std::string text;
     for (u32 first = 0; first < launch.threads;) {
         u32 last = first;
-        while ((last + 1) % kLanes != 0 && state(last + 1) == state(first)) ++last;
+        while ((last + 1) % kLanes != 0 && state(last + 1) == state(first))
+            ++last;
         text += "\n  warp " + std::to_string(first / kLanes) + ", lanes " + std::to_string(first % kLanes) + "-" +
                 std::to_string(last % kLanes) + ": " + state(first);
         first = last + 1;
@@ -362,7 +369,8 @@ void Block::meet_warp(const char* name, void* operands, WarpOperation operation)
     warp.operands[l] = operands;
     warp.arrived |= 1u << l;
     if (warp.arrived == ~0u) {
-        if (operation != nullptr) operation(warp.operands);
+        if (operation != nullptr)
+            operation(warp.operands);
         warp.arrived = 0;
         set_ready(w, ~0u);
     } else {
@@ -379,7 +387,8 @@ bool Block::meet_block(const char* name, bool predicate) {
     any_ = any_ || predicate;
     ++at_barrier_;
     suspend(name);
-    if (at_barrier_ == running_) release_barrier();
+    if (at_barrier_ == running_)
+        release_barrier();
     run_next();
     // Nobody can complete the next barrier before this thread gets there, so the result still stands.
     return any_result_;
@@ -389,7 +398,8 @@ void Block::release_barrier() {
     at_barrier_ = 0;
     any_result_ = any_;
     any_ = false;
-    for (u32 w = 0; w < warps_used_; ++w) set_ready(w, warps_[w].running);
+    for (u32 w = 0; w < warps_used_; ++w)
+        set_ready(w, warps_[w].running);
 }
 
 // ---- Asynchronous copies.
@@ -418,7 +428,8 @@ void Block::commit_copies() { ++fibers_[current].groups_committed; }
 void Block::wait_copies(u32 pending) {
     Fiber& fiber = fibers_[current];
     auto done = fiber.copies.begin();
-    for (; done != fiber.copies.end() && done->group + pending < fiber.groups_committed; ++done) done->land();
+    for (; done != fiber.copies.end() && done->group + pending < fiber.groups_committed; ++done)
+        done->land();
     fiber.copies.erase(fiber.copies.begin(), done);
 }
 
@@ -434,8 +445,10 @@ void Block::run_fiber() {
     suspend(nullptr);
     warps_[current / kLanes].running &= ~(1u << current % kLanes);
     --running_;
-    if (running_ == 0) leave();
-    if (at_barrier_ == running_) release_barrier();
+    if (running_ == 0)
+        leave();
+    if (at_barrier_ == running_)
+        release_barrier();
     run_next();
     __builtin_unreachable();
 }
@@ -443,8 +456,10 @@ void Block::run_fiber() {
 bool Block::run(u32 index_) {
     index = index_;
     random_state_ = (launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull;
-    if (random_state_ == 0) random_state_ = 1;
-    if (launch.shared_bytes != 0) std::memset(shared_.get(), kPoison, launch.shared_bytes);
+    if (random_state_ == 0)
+        random_state_ = 1;
+    if (launch.shared_bytes != 0)
+        std::memset(shared_.get(), kPoison, launch.shared_bytes);
     running_ = launch.threads;
     for (u32 w = 0; w < warps_used_; ++w) {
         warps_[w].running = ~0u;
@@ -509,7 +524,8 @@ u8* shared_memory(u64 bytes) {
 
 SharedAddress shared_address(const void* pointer) {
     const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - block->shared_memory());
-    if (offset > block->launch.shared_bytes) fail("shared_address: %p is not in shared memory", pointer);
+    if (offset > block->launch.shared_bytes)
+        fail("shared_address: %p is not in shared memory", pointer);
     return kSharedBase + static_cast<u32>(offset);
 }
 
@@ -518,14 +534,16 @@ u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
     if (offset + bytes > block->launch.shared_bytes || offset + bytes < bytes)
         fail("%s: %u bytes at shared offset %lld, outside the block's %llu bytes", who, bytes, static_cast<i64>(offset),
              block->launch.shared_bytes);
-    if (address % bytes != 0) fail("%s: shared offset %llu is not aligned to %u bytes", who, offset, bytes);
+    if (address % bytes != 0)
+        fail("%s: shared offset %llu is not aligned to %u bytes", who, offset, bytes);
     return block->shared_memory() + offset;
 }
 
 /// The blocks of a grid in the order in which they are started.
 std::vector<u32> block_order(const Launch& launch) {
     std::vector<u32> blocks(launch.grid);
-    for (u32 n = 0; n < launch.grid; ++n) blocks[n] = launch.order == Order::kReverse ? launch.grid - 1 - n : n;
+    for (u32 n = 0; n < launch.grid; ++n)
+        blocks[n] = launch.order == Order::kReverse ? launch.grid - 1 - n : n;
     if (launch.order == Order::kRandom) {
         std::minstd_rand random(static_cast<u32>(launch.seed));
         std::shuffle(blocks.begin(), blocks.end(), random);
@@ -562,16 +580,20 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
         Stacks stacks(threads);
         Block own_block(launch, stacks);
         for (u32 n; (n = next++) < grid;) {
-            if (own_block.run(blocks[n])) continue;
+            if (own_block.run(blocks[n]))
+                continue;
             next = grid;  // the others finish the block they are at
             const std::lock_guard<std::mutex> lock(mutex);
-            if (error.empty()) error = own_block.error;
+            if (error.empty())
+                error = own_block.error;
         }
     };
     std::vector<std::thread> others;
-    for (u32 n = 1; n < workers; ++n) others.emplace_back(work);
+    for (u32 n = 1; n < workers; ++n)
+        others.emplace_back(work);
     work();
-    for (std::thread& other : others) other.join();
+    for (std::thread& other : others)
+        other.join();
 
     std::snprintf(message, message_bytes, "%s", error.c_str());
     return error.empty() ? 0 : 1;

@@ -43,13 +43,16 @@ void mma(void* const* lane) {
         for (u32 n = 0; n < kCount; ++n) {
             for (u32 r = 0; r < 4; ++r)
                 A[g + 8 * (r % 2)][kCount * (t + 4 * (r / 2)) + n] = Elements<T>::get(own.a[r], n);
-            for (u32 r = 0; r < 2; ++r) B[kCount * (t + 4 * r) + n][g] = Elements<T>::get(own.b[r], n);
+            for (u32 r = 0; r < 2; ++r)
+                B[kCount * (t + 4 * r) + n][g] = Elements<T>::get(own.b[r], n);
         }
-        for (u32 r = 0; r < 4; ++r) D[g + 8 * (r / 2)][2 * t + r % 2] = own.d[r];
+        for (u32 r = 0; r < 4; ++r)
+            D[g + 8 * (r / 2)][2 * t + r % 2] = own.d[r];
     }
     for (u32 i = 0; i < 16; ++i)
         for (u32 k = 0; k < kDepth; ++k)
-            for (u32 j = 0; j < 8; ++j) D[i][j] += A[i][k] * B[k][j];
+            for (u32 j = 0; j < 8; ++j)
+                D[i][j] += A[i][k] * B[k][j];
     for (u32 l = 0; l < kLanes; ++l)
         for (u32 r = 0; r < 4; ++r)
             static_cast<MmaOperands*>(lane[l])->d[r] = D[l / 4 + 8 * (r / 2)][2 * (l % 4) + r % 2];

@@ -23,8 +23,10 @@ DEVICE void warp_sync() { emulated::meet_warp("warp_sync", nullptr, nullptr); }
 DEVICE bool warp_any(bool predicate) {
     emulated::meet_warp("warp_any", &predicate, [](void* const* lane) {
         bool any = false;
-        for (u32 l = 0; l < emulated::kLanes; ++l) any = any || *static_cast<bool*>(lane[l]);
-        for (u32 l = 0; l < emulated::kLanes; ++l) *static_cast<bool*>(lane[l]) = any;
+        for (u32 l = 0; l < emulated::kLanes; ++l)
+            any = any || *static_cast<bool*>(lane[l]);
+        for (u32 l = 0; l < emulated::kLanes; ++l)
+            *static_cast<bool*>(lane[l]) = any;
     });
     return predicate;
 }
@@ -37,7 +39,8 @@ DEVICE float shuffle_xor(float value, u32 mask) {
     } operands = {value, mask};
     emulated::meet_warp("shuffle_xor", &operands, [](void* const* lane) {
         float values[emulated::kLanes];
-        for (u32 l = 0; l < emulated::kLanes; ++l) values[l] = static_cast<Operands*>(lane[l])->value;
+        for (u32 l = 0; l < emulated::kLanes; ++l)
+            values[l] = static_cast<Operands*>(lane[l])->value;
         for (u32 l = 0; l < emulated::kLanes; ++l) {
             Operands& own = *static_cast<Operands*>(lane[l]);
             // Only the low five bits of a lane index count.

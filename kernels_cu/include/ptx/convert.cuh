@@ -54,7 +54,7 @@ DEVICE u32 pack<BFloat16>(float low, float high) {
     u32 half[2];
     for (u32 n = 0; n < 2; ++n)
         half[n] = (bits[n] & 0x7fffffffu) > 0x7f800000u ? (bits[n] >> 16 | 0x40u)
-                                                         : (bits[n] + 0x7fffu + (bits[n] >> 16 & 1u)) >> 16;
+                                                        : (bits[n] + 0x7fffu + (bits[n] >> 16 & 1u)) >> 16;
     y = half[0] | half[1] << 16;
 #endif
     return y;

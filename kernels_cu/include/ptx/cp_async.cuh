@@ -30,8 +30,8 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 #if CF_ARCH >= 80
     if constexpr (kBytes == 16) {
         // .cg: past the L1, which is better used as shared memory.
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                     "r"(valid ? 16 : 0)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                     "l"(global), "r"(valid ? 16 : 0)
                      : "memory");
         return;
     } else if constexpr (kBytes >= 4) {

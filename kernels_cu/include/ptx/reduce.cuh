@@ -5,7 +5,8 @@
 /// target[0..3] += x[0..3], each addition atomic; target 16-byte aligned.
 DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
 #if CF_ARCH >= 90
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x0), "f"(x1), "f"(x2), "f"(x3)
+                 : "memory");
 #else
     atomicAdd(target, x0);
     atomicAdd(target + 1, x1);
