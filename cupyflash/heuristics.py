@@ -63,6 +63,8 @@ _BACKWARD = (
         ),
     ),
 )
+# dK and dV alone: with nothing to amortise over large tiles, two small blocks per SM are faster.
+_BACKWARD_DKV = (*_BACKWARD[:2], (128, ((64, 64, 4, 2, 2, 2, 2), *_BACKWARD[2][1])), _BACKWARD[3])
 _BACKWARD_TIGHT = (
     (
         64,
@@ -84,7 +86,7 @@ _BACKWARD_TIGHT = (
             (32, 32, 2, 1, 1, 1, 1),
         ),
     ),
-    (256, ((32, 32, 4, 1, 2, 4, 4), (32, 32, 4, 1, 2, 2, 2), (16, 32, 2, 1, 1, 2, 2))),
+    (256, ((32, 32, 4, 1, 2, 4, 2), (32, 32, 4, 1, 2, 2, 2), (16, 32, 2, 1, 1, 2, 2))),
 )
 # (Br, Bc, warps, stages)
 _BACKWARD_DQ = (
@@ -93,7 +95,7 @@ _BACKWARD_DQ = (
 )
 _BACKWARD_DQ_TIGHT = (
     _BACKWARD_DQ[0],
-    (256, ((128, 32, 8, 2), (64, 32, 4, 1), (16, 32, 1, 1), (16, 16, 1, 1))),
+    (256, ((128, 32, 8, 2), (64, 32, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))),
 )
 
 
@@ -118,7 +120,7 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     if task == "backward_dq":
         table = _BACKWARD_DQ_TIGHT if tight else _BACKWARD_DQ
         return [TileConfig("mma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(table, head_dim)]
-    table = _BACKWARD_TIGHT if tight else _BACKWARD
+    table = _BACKWARD_TIGHT if tight else _BACKWARD if task == "backward" else _BACKWARD_DKV
     return [
         TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=head_dim <= 64)
         for Br, Bc, warps, stages, score, grad, dq in _first_fit(table, head_dim)

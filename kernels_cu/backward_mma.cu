@@ -27,9 +27,9 @@ constexpr u32 kWarpsGradK = kWarps / kWarpsGradD;    // ... and keys
 // If a warp has the same keys, and all queries, in both, P^T and dS^T pass from one to the other in registers.
 constexpr bool kInRegisters = kWarpsScoreQ == 1 && kWarpsGradD == 1;
 constexpr bool kDqFirst = CF_DQ_FIRST;  // dQ before dK and dV
-// Whole tiles get a loop body without tests. Worth it at large head dims, +3% at 256 on an H200; below, the second body
-// costs more registers than the tests cost time.
-constexpr bool kPeel = kD > 128;
+// Whole tiles get a loop body without tests. Worth it at large head dims, +3% at 256 on an H200; below, and with few warps,
+// the second body costs more in registers than the tests cost in time.
+constexpr bool kPeel = kD > 128 && kWarps >= 8;
 constexpr bool kSumDq = CF_SUM_DQ;  // false: backward_dq_mma computes dQ, in a fixed order
 
 constexpr u32 kScoreM = kBc / (16 * kWarpsScoreK), kScoreN = kBr / (8 * kWarpsScoreQ);
