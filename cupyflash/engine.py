@@ -121,7 +121,7 @@ class Prepared:
     ) -> None:
         self.plan = plan
         self.launchers = [runtime.load(kernel, grid) for kernel, grid in plan.launches]
-        self._template = np.zeros(1, f"V{struct.packer.size}")
+        self._template: Any = np.zeros(1, f"V{struct.packer.size}")
         constants = _constants(problem, plan.section, [_strides(array) for array in arrays])
         struct.packer.pack_into(self._template, 0, *[0] * struct.pointers, *constants)
         self._pack_pointers = struct.pointer_packer.pack_into

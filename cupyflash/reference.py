@@ -95,7 +95,7 @@ def repeat_heads(problem: Problem, x: Array) -> Array:
 def sum_groups(problem: Problem, x: Array) -> Array:
     """The way back of ``repeat_heads`` for gradients."""
     batch, _, rows, columns = x.shape
-    return x.reshape(batch, problem.num_kv_heads, problem.group, rows, columns).sum(axis=2)
+    return np.asarray(x.reshape(batch, problem.num_kv_heads, problem.group, rows, columns).sum(axis=2))
 
 
 def visible_pairs(problem: Problem) -> Array:
