@@ -121,7 +121,7 @@ class Prepared:
     ) -> None:
         self.plan = plan
         self.launchers = [runtime.load(kernel, grid) for kernel, grid in plan.launches]
-        self._template: Any = np.zeros(1, f"V{struct.packer.size}")
+        self._template = _void(struct.packer.size)
         constants = _constants(problem, plan.section, [_strides(array) for array in arrays])
         struct.packer.pack_into(self._template, 0, *[0] * struct.pointers, *constants)
         self._pack_pointers = struct.pointer_packer.pack_into
@@ -132,6 +132,11 @@ class Prepared:
         self._pack_pointers(params, 0, *pointers)
         for launcher in self.launchers:
             launcher(params)
+
+
+def _void(size: int) -> Any:
+    """``size`` zero bytes as one element: CuPy passes such an array to a kernel by value."""
+    return np.zeros(1, f"V{size}")
 
 
 def _strides(array: Array) -> tuple[int, int, int]:
