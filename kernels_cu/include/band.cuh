@@ -18,7 +18,6 @@ struct Range {
     }
     /// Counted from `origin`.
     DEVICE Range from(i32 origin) const { return {first - origin, end - origin}; }
-    DEVICE bool contains(i32 index) const { return first <= index && index < end; }
 };
 
 struct Band {
@@ -28,11 +27,6 @@ struct Band {
     template <typename Params>
     DEVICE static Band of(const Params& params) {
         return {params.band_first, params.band_last, params.seqlen_q, params.seqlen_k};
-    }
-
-    /// May the query, which exists, see the key, which may lie beyond the last?
-    DEVICE bool visible(i32 query, i32 key) const {
-        return (!kBandFirst || key - query >= first) && (!kBandLast || key - query <= last) && key < seqlen_k;
     }
 
     /// The keys that a query sees.

@@ -8,33 +8,10 @@
 #include "platform/types.cuh"
 #include "traits.cuh"
 
-/// Adds to D, whose columns are those of the global matrix from first_col on, every element (k, col) of the matrix's first
-/// `rows` rows that is not finite and that visible(D's row, k) allows. weighted: its weight may be negative or 0, so that the sum is NaN
-/// whatever the element; else the weight is a positive probability, and the element itself is added.
-template <u32 kColsUsed, bool kWeighted = false, typename Result, typename T, typename Visible>
-DEVICE void add_visible_nonfinite(Result& D, const T* matrix, i64 row_stride, i32 rows, Visible visible,
-                                  u32 first_col = 0) {
-#pragma unroll 1
-    for (i32 k = 0; k < rows; ++k)
-#pragma unroll
-        for (u32 n = 0; n < Result::kN; ++n)
-#pragma unroll
-            for (u32 e = 0; e < Result::kFragmentCols; ++e) {
-                const u32 col = first_col + D.col(n, e);
-                const float x = col < kColsUsed ? to_float(matrix[k * row_stride + col]) : 0.0f;
-                if (is_finite(x))
-                    continue;
-#pragma unroll
-                for (u32 m = 0; m < Result::kM; ++m)
-#pragma unroll
-                    for (u32 r = 0; r < Result::kFragmentRows; ++r)
-                        if (visible(D.row(m, r * Result::kFragmentCols), k))
-                            D.x[m][n][r * Result::kFragmentCols + e] += kWeighted ? not_a_number() : x;
-            }
-}
-
 /// Puts the elements (k, col) of a matrix that are not finite, k in `range`, into the rows of a result tile that saw them:
-/// rows seen_by(k), counted from the tile's first. weighted: see above. All threads of the block, a barrier before and after.
+/// rows seen_by(k), counted from the tile's first. kWeighted: their weight may be negative or 0, so that the result is NaN
+/// whatever the element was; else it is a positive probability, and the element itself is added. All threads of the block, a
+/// barrier before and after.
 template <u32 kColsUsed, bool kWeighted = false, typename Tile, typename SeenBy>
 DEVICE void restore_nonfinite(Tile& result, const typename Tile::Element* matrix, i64 row_stride, Range range,
                               SeenBy seen_by) {

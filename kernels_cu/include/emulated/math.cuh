@@ -23,7 +23,6 @@ DEVICE float log2_approx(float x) { return __builtin_log2f(emulated::flush_subno
 DEVICE float multiply_rounded(float a, float b) { return a * b; }
 DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
-DEVICE float minimum(float a, float b) { return __builtin_fminf(a, b); }
 DEVICE float absolute(float x) { return __builtin_fabsf(x); }
 DEVICE float tanh_accurate(float x) { return __builtin_tanhf(x); }
 DEVICE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }

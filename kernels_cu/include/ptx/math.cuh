@@ -23,7 +23,6 @@ DEVICE float log2_approx(float x) {
 DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
-DEVICE float minimum(float a, float b) { return fminf(a, b); }
 DEVICE float absolute(float x) { return fabsf(x); }
 DEVICE float tanh_accurate(float x) { return tanhf(x); }
 DEVICE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
