@@ -388,7 +388,7 @@ def _place(q: Array, device: str | None) -> str:
 
 def _operands(call: Call, *operands: Array) -> Any:
     """Views of arrays as (B, S, H, D), copied only where a kernel could not address their elements."""
-    if call.place == "gpu":
+    if call.place == "gpu" and not all(map(_is_addressable, operands)):
         operands = tuple(a if _is_addressable(a) else call.xp.ascontiguousarray(a) for a in operands)
     return [array.transpose(0, 2, 1, 3) for array in operands] if call.is_bhsd else operands
 
