@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from . import heuristics, resources
 from .problem import Problem
 from .resources import Limits
-from .tiles import Task, TileConfig, tile_head_dim
+from .tiles import Task, TileConfig, tile_head_dims
 from .tuning import store
 
 _ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
@@ -119,7 +119,7 @@ def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Gi
     section = _section(problem, problem.seqlen_q * row_bytes * problem.group, problem.num_kv_heads, limits)
 
     if summed:
-        tile_d = tile_head_dim(problem.head_dim)
+        tile_d, _ = tile_head_dims(problem.head_dim, problem.head_dim_v)
         store_bytes = config.Br * tile_d * problem.itemsize
         last = Kernel(main.file, "backward_dq_store", main.defines, config.threads, store_bytes)
         return Plan(
@@ -151,14 +151,15 @@ def defines_of(
     task: Task, config: TileConfig, problem: Problem, vector_bytes: int, shared_bytes: int, arch: int
 ) -> dict[str, object]:
     """The macros that specialise a kernel; ``kernels_cu/include/traits.cuh`` and its neighbours give them names."""
+    tile_d, tile_dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     defines: dict[str, object] = {
         "CF_ARCH": arch,
         "CF_ELEMENT": _ELEMENTS[problem.dtype],
         "CF_ELEMENT_MAX": _LARGEST[problem.dtype],
         "CF_HEAD_DIM": problem.head_dim,
         "CF_HEAD_DIM_V": problem.head_dim_v,
-        "CF_TILE_D": tile_head_dim(problem.head_dim),
-        "CF_TILE_DV": tile_head_dim(problem.head_dim_v),
+        "CF_TILE_D": tile_d,
+        "CF_TILE_DV": tile_dv,
         "CF_BR": config.Br,
         "CF_BC": config.Bc,
         "CF_WARPS": config.warps,

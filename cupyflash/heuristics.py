@@ -11,7 +11,7 @@ from __future__ import annotations
 from . import resources_simt
 from .problem import Problem
 from .resources import Limits, why_illegal
-from .tiles import Task, TileConfig, tile_head_dim
+from .tiles import Task, TileConfig, tile_head_dims
 
 _Table = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
@@ -110,7 +110,7 @@ def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 
 
 def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
-    head_dim = max(tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v))
+    head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
     table: _Table
     tight = problem.itemsize == 4 or limits.arch < 80
     if task == "forward":
@@ -130,7 +130,7 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 def _simt_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     if task == "backward":  # dQ has a kernel of its own in this family
         return []
-    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     try:
         return [TileConfig("simt", *resources_simt.default_tiles(task, d, dv, limits.shared_bytes))]
     except ValueError:  # nothing fits; no GPU from sm_75 on is that small

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from . import resources_simt
 from .problem import Problem
-from .tiles import Task, TileConfig, tile_head_dim
+from .tiles import Task, TileConfig, tile_head_dims
 
 _ALIGNMENT = 128  # of a shared tile, and so of the whole storage
 _USABLE_REGISTERS = 255  # per thread; the architecture's limit
@@ -61,7 +61,7 @@ KNOWN_GPUS = {
 
 def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
     """Dynamic shared memory of a block, in bytes; the size of the kernel's ``SharedStorage``."""
-    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     size = problem.itemsize
     Br, Bc, stages = config.Br, config.Bc, config.stages
     if config.family == "simt":
@@ -83,7 +83,7 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
 
 def registers(task: Task, config: TileConfig, problem: Problem) -> int:
     """32-bit registers per thread that live accumulators and fragments take at the kernel's peak; a lower bound."""
-    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     if config.family == "simt":
         return 0
     per_thread = 32 * config.warps
@@ -98,7 +98,7 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
 
 def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
     """The reason why a configuration cannot run a task on a GPU, or None if it can."""
-    d, dv = tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v)
+    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     if config.family == "mma":
         reason = _why_not_mma(problem, limits) or _why_uneven(task, config, d, dv)
         if reason:

@@ -1,7 +1,7 @@
 """What the plain multiply-add kernels (family "simt") need: shared memory by exact formulas, and tiles that always fit.
 
-Pure functions of tile sizes. Head dims are those of tiles (``tiles.tile_head_dim``). Queries and keys are kept in their
-own dtype; the weights P and dS that pass between the lanes of a warp are float32.
+Pure functions of tile sizes. Head dims are those of tiles (``tiles.tile_head_dims``). Queries and keys are kept in
+their own dtype; the weights P and dS that pass between the lanes of a warp are float32.
 """
 
 from __future__ import annotations

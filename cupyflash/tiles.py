@@ -51,11 +51,11 @@ class TileConfig:
         return 32 * self.warps
 
 
-def tile_head_dim(head_dim: int) -> int:
-    """Columns that a tile holds for a head dim: what warps can share evenly, the added columns being zero.
+def tile_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns that tiles hold for the head dims of q and k, and of v: what warps can share evenly, the added ones zero.
 
-    A step of the tensor core is 16 columns. Above 128 two warps have to share the columns of dK and dV, or their
-    float32 sums would not fit the registers: a multiple of 32.
+    A step of the tensor core is 16 columns. If either is above 128, two warps have to share the columns of dK and dV,
+    or their float32 sums would not fit the registers: both are multiples of 32.
     """
-    multiple = 16 if head_dim <= 128 else 32
-    return -(-head_dim // multiple) * multiple
+    multiple = 16 if max(head_dim, head_dim_v) <= 128 else 32
+    return -(-head_dim // multiple) * multiple, -(-head_dim_v // multiple) * multiple

@@ -16,7 +16,7 @@ import cupyflash
 from cupyflash import dispatch
 from cupyflash.problem import Problem
 from cupyflash.reference import reference_backward, reference_forward
-from cupyflash.tiles import tile_head_dim
+from cupyflash.tiles import tile_head_dims
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -151,7 +151,7 @@ def test_backward_takes_its_results_and_one_workspace(runtime, dtype, precision,
     workspace = -(-2 * H * S // 64) * 64
     assert (task == "backward") == (not deterministic and (dtype, precision) != ("float32", None))
     if task == "backward":
-        workspace += 2 * H * -(-S // tiles.Br) * tiles.Br * tile_head_dim(64)
+        workspace += 2 * H * -(-S // tiles.Br) * tiles.Br * tile_head_dims(64, 64)[0]
     taken = growth(lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, **options))
     assert taken == blocks_of_512(q.nbytes, k.nbytes, v.nbytes, 4 * workspace)
 

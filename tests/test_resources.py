@@ -11,7 +11,7 @@ import pytest
 from cupyflash import dispatch, heuristics
 from cupyflash.problem import Band, Problem
 from cupyflash.resources import KNOWN_GPUS, Limits, registers, shared_bytes, why_illegal
-from cupyflash.tiles import TASKS, TileConfig, tile_head_dim
+from cupyflash.tiles import TASKS, TileConfig, tile_head_dims
 from cupyflash.tuning.space import space
 
 HEAD_DIMS = [(d, d) for d in (8, 16, 40, 59, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)]
@@ -249,9 +249,7 @@ def has_tensor_cores_for(p, limits):
 
 def runs_on_tensor_cores(task, p, limits):
     """All that tensor cores can do; but dK and dV of large head dims have to fit registers and shared memory."""
-    large = max(p.head_dim, p.head_dim_v) > 192 and (
-        limits.shared_bytes < 160_000 or min(p.head_dim, p.head_dim_v) <= 16
-    )
+    large = max(p.head_dim, p.head_dim_v) > 192 and limits.shared_bytes < 160_000
     return has_tensor_cores_for(p, limits) and not (task in ("backward", "backward_dkv") and large)
 
 
@@ -289,4 +287,10 @@ def test_impossible_gpu(plan):
 
 @pytest.mark.parametrize(("d", "expected"), [(1, 16), (16, 16), (17, 32), (59, 64), (128, 128), (129, 160), (256, 256)])
 def test_head_dims_of_tiles(d, expected):
-    assert tile_head_dim(d) == expected
+    assert tile_head_dims(d, d) == (expected, expected)
+
+
+def test_head_dims_of_tiles_that_differ():
+    """Both are split alike: what one needs the other gets."""
+    assert tile_head_dims(256, 16) == (256, 32)
+    assert tile_head_dims(40, 129) == (64, 160)

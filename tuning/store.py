@@ -21,7 +21,7 @@ from typing import Any
 
 from ..problem import Problem
 from ..resources import Limits
-from ..tiles import Task, TileConfig, tile_head_dim
+from ..tiles import Task, TileConfig, tile_head_dims
 
 Key = tuple[str, str, int, int, bool]
 
@@ -36,7 +36,8 @@ def find(task: Task, problem: Problem, limits: Limits) -> TileConfig | None:
 def key(task: Task, problem: Problem) -> Key:
     """What entries are kept under."""
     dtype = "half" if problem.itemsize == 2 else "tf32" if problem.precision == "tf32" else "float32"
-    return task, dtype, tile_head_dim(problem.head_dim), tile_head_dim(problem.head_dim_v), problem.is_masked
+    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
+    return task, dtype, d, dv, problem.is_masked
 
 
 @cache
