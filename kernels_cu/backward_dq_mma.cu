@@ -50,16 +50,14 @@ DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const
 /// dQ of one block's rows. careful: hidden non-finite values of K are kept out. Returns whether dQ is finite.
 DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
-    const TileWork work = tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
-    const i32 batch = work.batch_head / params.num_heads, head = work.batch_head % params.num_heads;
-    const Range queries = work.rows;
+    const QueryWork work(params);
+    const i32 batch = work.batch, head = work.head;
+    const Range queries = work.queries;
+    const Element *k = work.k, *v = work.v;
     const Band band = Band::of(params);
     const Score score = Score::of(params);
     const Range tiles = band.key_tiles(queries);
 
-    const i32 kv_head = head / params.group;
-    const Element* k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
-    const Element* v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
     auto load_keys = [&](i32 j, u32 stage) {
         load_tile<kHeadDim>(shared.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);

@@ -23,24 +23,6 @@ constexpr u32 kLanesM = lanes_over_rows(kWarpRows, kBc);
 using ScoreTile = ThreadTile<kWarpRows, kBc, kLanesM, 1>;
 using GradientQ = ThreadTile<kWarpRows, kD, kLanesM, 4>;
 
-/// The rows of one head that a block works on.
-struct Work {
-    i32 batch, head;
-    Range queries;
-    const Element *k, *v;  // row 0 of its keys and values
-
-    DEVICE explicit Work(const BackwardParams& params) {
-        const TileWork work =
-            tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
-        batch = work.batch_head / params.num_heads;
-        head = work.batch_head % params.num_heads;
-        queries = work.rows;
-        const i32 kv_head = head / params.group;
-        k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
-        v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
-    }
-};
-
 struct SharedStorage {
     union {
         struct {
@@ -88,7 +70,7 @@ DEVICE void hide(ScoreTile& dS, const Band& band, i32 first_query, i32 first_key
 /// be hidden.
 DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
-    const Work work(params);
+    const QueryWork work(params);
     const Band band = Band::of(params);
     const Score score = Score::of(params);
     const Range tiles = band.key_tiles(work.queries);
@@ -180,8 +162,8 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         stage ^= kStages - 1;
     }
     copy_async_wait<0>();
-    block_sync();           // nobody reads the tiles any more: dQ leaves through their space
-    const Work at(params);  // computed again: registers are short in the loop above
+    block_sync();                // nobody reads the tiles any more: dQ leaves through their space
+    const QueryWork at(params);  // computed again: registers are short in the loop above
     dQ.multiply(params.scale);
     const bool finite = !kBand || !block_any(!dQ.all_finite());
     store_result(shared.dQ, dQ, warp_row);

@@ -16,25 +16,6 @@
 constexpr u32 kM = kBr / (16 * kWarps);
 static_assert(kM * 16 * kWarps == kBr, "each warp owns whole 16-row tiles");
 
-/// The rows of one head that a block works on.
-struct Work {
-    i32 batch, head;
-    Range queries;
-    const Element *k, *v;  // row 0 of its keys and values
-
-    Work() = default;
-    DEVICE explicit Work(const ForwardParams& params) {
-        const TileWork work =
-            tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
-        batch = work.batch_head / params.num_heads;
-        head = work.batch_head % params.num_heads;
-        queries = work.rows;
-        const i32 kv_head = head / params.group;
-        k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
-        v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
-    }
-};
-
 struct SharedStorage {
     union {
         struct {
@@ -45,7 +26,7 @@ struct SharedStorage {
         SharedTile<Element, kBr, kDv> O;  // on its way out, when the others are no longer needed
     };
     // Kept here because registers are short:
-    Work work;
+    QueryWork work;
     bool careful;  // hidden non-finite values of V are kept out
 };
 
@@ -74,7 +55,7 @@ DEVICE void mask_scores(Accumulator<kM, kBc / 8>& S, const Band& band, i32 first
 /// Attention of one block's rows. Returns whether out is finite.
 DEVICE bool attend(const ForwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
-    const Work work(params);
+    const QueryWork work(params);
     if (thread_index() == 0) {
         shared.work = work;
         shared.careful = careful;
@@ -141,7 +122,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     state.finish(O);
 
     block_sync();  // nobody reads Q, K or V any more
-    const Work at = shared.work;
+    const QueryWork at = shared.work;
     if (params.lse != nullptr && lane_index() % 4 == 0) {
         float* lse = params.lse + (static_cast<i64>(at.batch) * params.num_heads + at.head) * params.seqlen_q;
 #pragma unroll

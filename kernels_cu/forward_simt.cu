@@ -22,24 +22,6 @@ constexpr u32 kLanesM = lanes_over_rows(kWarpRows, kBc);
 using ScoreTile = ThreadTile<kWarpRows, kBc, kLanesM, 1>;
 using OutputTile = ThreadTile<kWarpRows, kDv, kLanesM, 4>;
 
-/// The rows of one head that a block works on.
-struct Work {
-    i32 batch, head;
-    Range queries;
-    const Element *k, *v;  // row 0 of its keys and values
-
-    DEVICE explicit Work(const ForwardParams& params) {
-        const TileWork work =
-            tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
-        batch = work.batch_head / params.num_heads;
-        head = work.batch_head % params.num_heads;
-        queries = work.rows;
-        const i32 kv_head = head / params.group;
-        k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
-        v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
-    }
-};
-
 struct SharedStorage {
     union {
         struct {
@@ -72,7 +54,7 @@ DEVICE void mask_scores(ScoreTile& S, const Band& band, i32 first_query, i32 fir
 /// anything can be hidden.
 DEVICE bool attend(const ForwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
-    const Work work(params);
+    const QueryWork work(params);
     const Band band = Band::of(params);
     const Score score = Score::of(params);
     const Range tiles = band.key_tiles(work.queries);
@@ -144,8 +126,8 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     copy_async_wait<0>();
     state.finish(O);
 
-    block_sync();           // nobody reads Q, K, V or P any more
-    const Work at(params);  // computed again: registers are short in the loop above
+    block_sync();                // nobody reads Q, K, V or P any more
+    const QueryWork at(params);  // computed again: registers are short in the loop above
     if (params.lse != nullptr && O.lane_col() == 0) {
         float* lse = params.lse + (static_cast<i64>(at.batch) * params.num_heads + at.head) * params.seqlen_q;
 #pragma unroll

@@ -428,25 +428,34 @@ def test_case_29_infinities(backend, q, k, v, expected, expected_lse, Sk):
 
 @pytest.mark.parametrize("Sk", [3, 700])
 def test_case_29_row_of_scores_that_are_all_infinitely_low(backend, Sk):
-    """It counts as one that sees nothing: out 0, lse -inf, no weight in any gradient.
-
-    Its own dq meets the infinite keys with a weight of 0: NaN by IEEE arithmetic, 0 by D3. Both are right there.
-    """
+    """It counts as one that sees nothing, though it sees all."""
     q, k, v = qkv(1, 5, Sk, 1, 1, 4)
     q[..., 0], k[..., 0] = 1, -np.inf
     q[:, 3] = np.nan
-    problem = Problem.of(q, k, v)
-    out, lse = backend.forward(problem, q, k, v)
+    out, lse = backend.forward(Problem.of(q, k, v), q, k, v)
     assert np.isneginf(np.delete(lse, 3, axis=2)).all()
     assert (np.delete(out, 3, axis=1) == 0).all()
-    dq, _, _ = backend.backward(problem, randn(1, 5, 1, 4), q, k, v, out, lse)
-    assert (np.delete(dq, 3, axis=1)[..., 1:] == 0).all()
-    q = q[:, :3]
-    dq, dk, dv = backend.gradients(Problem.of(q, k, v), randn(1, 3, 1, 4), q, k, v)
-    assert (dq[..., 1:] == 0).all()
-    assert ((dq[..., 0] == 0) | np.isnan(dq[..., 0])).all()
-    assert (dk == 0).all()
-    assert (dv == 0).all()
+
+
+@pytest.mark.parametrize("Sk", [3, 700])
+def test_case_29_row_of_scores_that_are_all_infinitely_low_has_no_gradient(backend, Sk, request):
+    """It counts as one that sees nothing, though it sees all (D3): whatever its dout is."""
+    if backend.name != "cpu":
+        reason = "without a mask the kernels multiply the row's weights of 0 with infinite keys and a NaN dout"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    q, k, v = qkv(1, 5, Sk, 1, 1, 4)
+    q[..., 0], k[..., 0] = 1, -np.inf
+    q[:, 3] = np.nan
+    dout = randn(1, 5, 1, 4)
+    dout[:, 1] = np.nan
+    problem = Problem.of(q, k, v)
+    out, lse = backend.forward(problem, q, k, v)
+    gradients = backend.backward(problem, dout, q, k, v, out, lse)
+    assert (np.delete(gradients[0], 3, axis=1) == 0).all()
+    q, dout = q[:, :3], dout[:, :3]
+    gradients = backend.gradients(Problem.of(q, k, v), dout, q, k, v)
+    for gradient in gradients:
+        assert (gradient == 0).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -24,3 +24,24 @@ DEVICE TileWork tile_work(i32 rows, u32 tile_rows, i32 heads, i32 section, bool 
     const i32 tile = reversed ? tiles - 1 - order : order;
     return {first_head + in_section % heads_here, {tile * size, smaller((tile + 1) * size, rows)}};
 }
+
+/// The query rows of one head that a block works on, and where their keys and values are.
+struct QueryWork {
+    i32 batch, head;
+    Range queries;
+    const Element *k, *v;  // row 0 of the head's keys and values
+
+    QueryWork() = default;
+    template <typename Params>
+    DEVICE explicit QueryWork(const Params& params) {
+        // With an upper bound late rows see most keys.
+        const TileWork work =
+            tile_work(params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
+        batch = work.batch_head / params.num_heads;
+        head = work.batch_head % params.num_heads;
+        queries = work.rows;
+        const i32 kv_head = head / params.group;
+        k = params.k + batch * params.k_batch_stride + kv_head * params.k_head_stride;
+        v = params.v + batch * params.v_batch_stride + kv_head * params.v_head_stride;
+    }
+};
