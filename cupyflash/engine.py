@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .arrays import Array
-from .dispatch import Kernel, Plan, plan_backward, plan_forward
+from .dispatch import Given, Kernel, Plan, plan_backward, plan_forward
 from .problem import Problem
 from .resources import Limits
 from .runtime.params import BACKWARD, FORWARD, ParamStruct
@@ -43,16 +43,17 @@ class Runtime(Protocol):
 
 
 class Engine:
-    """Attention forward and backward on one runtime."""
+    """Attention forward and backward on one runtime; ``given`` are tiles that are not to be chosen."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, given: Given | None = None) -> None:
         self._runtime = runtime
+        self._given = given
         self._prepared: dict[Any, Prepared] = {}
 
     def check(self, problem: Problem) -> None:
         """Raises UnsupportedError if the current device cannot compute the problem; nothing is compiled."""
         for plan in (plan_forward, plan_backward):
-            plan(problem, problem.itemsize, self._runtime.limits())
+            plan(problem, problem.itemsize, self._runtime.limits(), self._given)
 
     def forward(self, problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array | None) -> None:
         """Writes out and lse (None: not wanted). Arrays are (B, S, H, D) views of unit last stride, lse is contiguous.
@@ -100,12 +101,12 @@ class Engine:
         self,
         key: Any,
         struct: ParamStruct,
-        plan_of: Callable[[Problem, int, Limits], Plan],
+        plan_of: Callable[[Problem, int, Limits, Given | None], Plan],
         arrays: tuple[Array, ...],
         bits: int,
     ) -> Prepared:
         problem: Problem = key[0]
-        plan = plan_of(problem, vector_bytes(problem, arrays, bits), self._runtime.limits())
+        plan = plan_of(problem, vector_bytes(problem, arrays, bits), self._runtime.limits(), self._given)
         prepared = Prepared(self._runtime, problem, plan, struct, arrays)
         if len(self._prepared) >= _PREPARED_KEPT:
             self._prepared.clear()

@@ -104,7 +104,7 @@ def test_a_changed_header_changes_the_text(monkeypatch, file, platform):
     read = source._read
     assert len(headers) > 10
     for changed in headers:
-        monkeypatch.setattr(source, "_read", lambda name, p, c=changed: read(name, p) + "// more\n" * (name == c))
+        monkeypatch.setattr(source, "_read", lambda name, *of, c=changed: read(name, *of) + "// more\n" * (name == c))
         assert source.flatten.__wrapped__(file, platform) != flat
 
 

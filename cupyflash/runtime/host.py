@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ class HostRuntime:
         limits_: of the GPU to stand in for.
         options: of ``emulated.launch``: seed, order, copy_mode, workers.
         sanitize: build with AddressSanitizer.
+        sources: the folder of the kernels, if it is not ``kernels_cu``.
     """
 
     limits_: Limits = KNOWN_GPUS["H200"]
     sanitize: bool = False
     options: dict[str, Any] | None = None
+    sources: Path | None = None
 
     def device(self) -> int:
         return 0
@@ -36,7 +39,8 @@ class HostRuntime:
         return self.limits_
 
     def load(self, kernel: Kernel, grid: int) -> Callable[[Any], None]:
-        library = emulated.build(flatten(kernel.file, "emulated"), dict(kernel.defines), sanitize=self.sanitize)
+        source = flatten(kernel.file, "emulated", self.sources)
+        library = emulated.build(source, dict(kernel.defines), sanitize=self.sanitize)
 
         def launch(params: Any) -> None:
             emulated.launch(

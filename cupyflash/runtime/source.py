@@ -9,8 +9,13 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import params
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 _KERNELS = files("cupyflash.kernels_cu")
 _INCLUDE = re.compile(r'^#include "([^"]+)"\s*$')
@@ -19,13 +24,15 @@ _GENERATED = {"params.cuh": params.header}
 
 
 @cache
-def flatten(kernel_file: str, platform: str = "cuda") -> str:
+def flatten(kernel_file: str, platform: str = "cuda", root: Path | None = None) -> str:
     """The text of ``kernels_cu/<kernel_file>`` with every include replaced by the included text, once each.
 
     Args:
         kernel_file: for example ``"forward_mma.cu"``.
         platform: ``"cuda"`` or ``"emulated"``: which folder ``#include "platform/..."`` means.
+        root: in place of ``kernels_cu``, another folder of the same make-up.
     """
+    kernels = _KERNELS if root is None else root
     seen: set[str] = set()
 
     def expand(name: str, text: str) -> str:
@@ -36,17 +43,17 @@ def flatten(kernel_file: str, platform: str = "cuda") -> str:
                 lines.append("" if line.strip() == "#pragma once" else line)
             elif match[1] not in seen:
                 seen.add(match[1])
-                lines += [expand(match[1], _read(match[1], platform)), f'#line {number + 1} "{name}"']
+                lines += [expand(match[1], _read(match[1], platform, kernels)), f'#line {number + 1} "{name}"']
             else:
                 lines.append("")
         return "\n".join(lines)
 
-    return expand(kernel_file, _KERNELS.joinpath(kernel_file).read_text(encoding="utf-8")) + "\n"
+    return expand(kernel_file, kernels.joinpath(kernel_file).read_text(encoding="utf-8")) + "\n"
 
 
-def _read(name: str, platform: str) -> str:
+def _read(name: str, platform: str, kernels: Traversable) -> str:
     if name in _GENERATED:
         return _GENERATED[name]()
     folder, _, rest = name.partition("/")
     path = f"include/{_PLATFORM_FOLDERS[platform]}/{rest}" if folder == "platform" else f"include/{name}"
-    return _KERNELS.joinpath(path).read_text(encoding="utf-8")
+    return kernels.joinpath(path).read_text(encoding="utf-8")
