@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from ..dispatch import Kernel
 from ..resources import KNOWN_GPUS, Limits
 from . import emulated
 from .source import flatten
+
+# kernels_cu/include/emulated/tma.cuh: TensorMap.
+_TENSOR_MAP = struct.Struct("<Q4Q3Q4III40x")
+_SWIZZLE_BYTES = 128
 
 
 @dataclass
@@ -57,6 +62,29 @@ class HostRuntime:
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
+
+    def tensor_map(
+        self, address: int, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], itemsize: int
+    ) -> bytes:
+        """What tma_load and tma_store need to know of a tensor and of the box they copy; with the 128-byte swizzle.
+
+        Args:
+            address: of the first element; a multiple of 16 bytes.
+            sizes: of four dimensions, in elements, the innermost first.
+            byte_strides: of the three outer dimensions; multiples of 16.
+            box: sizes of the box, at most 256 each; its rows have 128 bytes.
+            itemsize: bytes of an element.
+
+        Raises:
+            ValueError: cuTensorMapEncodeTiled would not accept this.
+        """
+        if address % 16 or any(stride % 16 for stride in byte_strides):
+            raise ValueError(f"address {address:#x}, byte_strides {byte_strides}: they must be multiples of 16")
+        if any(not 0 < size <= 256 for size in box) or box[0] * itemsize != _SWIZZLE_BYTES:
+            raise ValueError(f"box is {box}; sizes must be 1 to 256, and rows {_SWIZZLE_BYTES} bytes")
+        if any(size <= 0 for size in sizes):
+            raise ValueError(f"sizes are {sizes}; they must be positive")
+        return _TENSOR_MAP.pack(address, *sizes, *byte_strides, *box, itemsize, _SWIZZLE_BYTES)
 
     def workspace(self, floats: int) -> Array:
         padded = np.full(floats + 64, np.nan, np.float32)

@@ -8,9 +8,12 @@
 namespace emulated {
 
 constexpr u32 kLanes = 32;
+constexpr u32 kWarpgroup = 4 * kLanes;
 
 u32 thread_index();
 u32 block_index();
+u32 block_threads();
+u32 grid_size();
 
 /// `lane[l]` is what lane l passed to the rendezvous.
 using WarpOperation = void (*)(void* const* lane);
@@ -21,5 +24,64 @@ void meet_warp(const char* name, void* operands, WarpOperation operation);
 
 /// Meets all threads of the block that have not returned; true when any of them passed true.
 bool meet_block(const char* name, bool predicate);
+
+/// The calling thread waits until somebody wakes `object`. `describe` is for the report of a deadlock: it writes what
+/// the thread waits for, after "at ".
+using Describe = void (*)(const void* object, u32 detail, char* text, u64 bytes);
+void wait_for(const void* object, u32 detail, Describe describe);
+void wake(const void* object);
+
+/// What another unit than the thread does, at some moment between its start and the wait that covers it (launch:
+/// copy_mode). It reads its operands at that moment, so that whoever touches them too early spoils the result.
+struct Work {
+    virtual ~Work() {}
+    virtual void perform() = 0;
+};
+
+/// A function as work.
+template <typename Function>
+Work* work(Function function) {
+    struct Call : Work {
+        Function function;
+        explicit Call(Function function_) : function(function_) {}
+        void perform() override { function(); }
+    };
+    return new Call(function);
+}
+
+/// Copies and stores belong to a thread, products to a warp, which performs them in order: all three are waited for by
+/// groups. Loads belong to the block and tell a barrier; the last moment for them is when no thread can run.
+enum class Unit : u32 { kCopies, kStores, kProducts, kLoads };
+void start(Unit unit, Work* work);  // takes ownership
+void commit(Unit unit);
+void wait(Unit unit, u32 pending);
+
+/// What the warps of a warpgroup must agree on, product by product.
+struct Signature {
+    u64 a, b, shape;
+};
+/// The warp's start, wait and fence of products, which need a fence after every wait and a commit before it.
+void start_product(Work* work, const Signature& signature);
+void wait_products(u32 pending);
+void fence_products();
+
+/// The asynchronous proxy reads shared memory as it was at the last publish_shared, but for what it wrote itself. Where
+/// threads have written since, either value may be read: that is an error.
+const u8* async_read(SharedAddress address, u32 bytes, const char* who);
+void async_write(SharedAddress address, const u8* data, u32 bytes, const char* who);
+void publish_shared();
+/// That view, without the check.
+const u8* async_view(SharedAddress address, u32 bytes, const char* who);
+
+/// What the block has one of; zero when it starts.
+struct NamedBarrier {
+    u32 threads, arrived;
+};
+struct BlockState {
+    NamedBarrier named[16];
+    u32 registers[1024];  // of a thread, once it has changed their number
+    u32 registers_free;   // given back by threads
+};
+BlockState& block_state();
 
 }  // namespace emulated

@@ -4,15 +4,8 @@
 // destination holds what it held. That is so on every emulated architecture, although sm_75 copies at once: a kernel may
 // lean on no more than the contract.
 #pragma once
+#include "platform/block.cuh"
 #include "platform/types.cuh"
-
-namespace emulated {
-
-void start_copy(void* shared, const void* data, u32 bytes);
-void commit_copies();
-void wait_copies(u32 pending);
-
-}  // namespace emulated
 
 /// Word of kBytes bytes (a power of two up to 16), for copies through registers.
 template <u32 kBytes>
@@ -38,21 +31,24 @@ struct Word<16> {
 /// and zeros are written.
 template <u32 kBytes>
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
-    u8 data[kBytes] = {};
+    u8* target = emulated::shared_pointer(shared_address(shared), kBytes, "copy_async");
+    struct {
+        u8 bytes[kBytes];
+    } data = {};
     if (valid) {
         if (reinterpret_cast<u64>(global) % kBytes != 0)
             emulated::fail("copy_async: global address %p is not aligned to %u bytes", global, kBytes);
         // Read at once: nobody writes what a kernel copies, and AddressSanitizer then names the line that asked for it.
-        __builtin_memcpy(data, global, kBytes);
+        __builtin_memcpy(&data, global, kBytes);
     }
-    emulated::start_copy(shared, data, kBytes);
+    emulated::start(emulated::Unit::kCopies, emulated::work([=] { __builtin_memcpy(target, &data, kBytes); }));
 }
 
 /// Closes the group of all copies this thread has started since the last commit.
-DEVICE void copy_async_commit() { emulated::commit_copies(); }
+DEVICE void copy_async_commit() { emulated::commit(emulated::Unit::kCopies); }
 
 /// Waits until at most kPending of this thread's groups are still under way. Other threads see the data after a barrier.
 template <u32 kPending>
 DEVICE void copy_async_wait() {
-    emulated::wait_copies(kPending);
+    emulated::wait(emulated::Unit::kCopies, kPending);
 }

@@ -184,26 +184,34 @@ class Stacks {
 
 // ---- The block.
 
-struct Copy {
-    u8* target;
-    u32 bytes;
-    bool landed;
-    u64 group;
-    u8 data[16];
-
-    void land() {
-        if (!landed)
-            std::memcpy(target, data, bytes);
-        landed = true;
-    }
+/// What is under way for a thread, a warp or the block, oldest first.
+struct Queue {
+    struct Item {
+        std::unique_ptr<Work> work;  // null once performed
+        u64 group;
+    };
+    std::vector<Item> items;
+    u64 groups_committed = 0;
 };
+
+struct UnitTraits {
+    const char *works, *wait;
+    u32 patience;  // in random mode: of how many meetings one moves some work on
+};
+constexpr UnitTraits kUnits[] = {{"asynchronous copies", "copy_async_wait", 4},
+                                 {"bulk copies from shared memory", "bulk_wait", 4},
+                                 {"products", "wgmma_wait", 64},
+                                 {"loads", "barrier_wait", 256}};
 
 struct Fiber {
     Context context;
     const char* waits_at = nullptr;
+    // Of a thread that waits for no collective:
+    const void* waits_for = nullptr;
+    u32 detail = 0;
+    Describe describe = nullptr;
     bool returned = false;
-    std::vector<Copy> copies;  // started and not yet waited for, oldest first
-    u64 groups_committed = 0;
+    Queue copies, stores;
 };
 
 struct Warp {
@@ -212,17 +220,32 @@ struct Warp {
     u32 arrived = 0;  // at the current collective
     u32 ready = 0;    // able to run
     u32 running = 0;  // not yet returned
+    Queue products;
+    u64 products_started = 0;
+    bool fenced = false;  // since the last wait for products
 };
+
+struct Free {
+    void operator()(u8* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<u8, Free>;
+
+/// Exactly as large as asked for, so that AddressSanitizer sees the end.
+Memory allocate(u64 bytes, u64 alignment) {
+    void* memory = nullptr;
+    if (bytes != 0 && posix_memalign(&memory, alignment, bytes) != 0)
+        std::abort();
+    return Memory(static_cast<u8*>(memory));
+}
 
 class Block {
   public:
     Block(const Launch& launch_, Stacks& stacks)
-        : launch(launch_), warps_used_(launch_.threads / kLanes), fibers_(launch_.threads) {
-        // Exactly as large as asked for, so that AddressSanitizer sees the end.
-        void* memory = nullptr;
-        if (launch.shared_bytes != 0 && posix_memalign(&memory, kSharedAlignment, launch.shared_bytes) != 0)
-            std::abort();
-        shared_.reset(static_cast<u8*>(memory));
+        : launch(launch_),
+          warps_used_(launch_.threads / kLanes),
+          fibers_(launch_.threads),
+          shared_(allocate(launch_.shared_bytes, kSharedAlignment)),
+          async_view_(allocate(launch_.shared_bytes, kSharedAlignment)) {
         for (u32 n = 0; n < launch.threads; ++n)
             stacks.assign(fibers_[n].context, n);
     }
@@ -233,23 +256,26 @@ class Block {
     [[noreturn]] void fail(const std::string& message);
     void meet_warp(const char* name, void* operands, WarpOperation operation);
     bool meet_block(const char* name, bool predicate);
-    void start_copy(void* target, const void* data, u32 bytes);
-    void commit_copies();
-    void wait_copies(u32 pending);
+    void wait_for(const void* object, u32 detail, Describe describe);
+    void wake(const void* object);
+    void start(Unit unit, Work* work);
+    void commit(Unit unit) { ++queue(unit).groups_committed; }
+    void wait(Unit unit, u32 pending);
+    void start_product(Work* work, const Signature& signature);
+    void wait_products(u32 pending);
+    void fence_products() { warps_[current / kLanes].fenced = true; }
     u8* shared_memory() { return shared_.get(); }
+    u8* async_view() { return async_view_.get(); }
 
     const Launch& launch;
     u32 index = 0;
     u32 current = 0;  // the running thread
     std::string error;
+    BlockState state;
 
   private:
     static void start_fiber();
     [[noreturn]] void run_fiber();
-
-    struct Free {
-        void operator()(u8* memory) const { std::free(memory); }
-    };
 
     u32 random(u32 bound);
     u32 pick(u32 mask);
@@ -258,7 +284,10 @@ class Block {
     void run_next();
     [[noreturn]] void leave();
     void release_barrier();
-    void land_some_copy();
+    Queue& queue(Unit unit);
+    void perform(Unit unit, u64 n);
+    void perform_some();
+    void check_finished(Unit unit);
     std::string describe_waiting() const;
 
     u32 warps_used_;
@@ -272,7 +301,9 @@ class Block {
     bool any_result_ = false;
     u64 random_state_ = 1;
     Context main_;
-    std::unique_ptr<u8, Free> shared_;
+    Queue loads_;
+    std::vector<Signature> products_[kMaxThreads / kWarpgroup];  // of each warpgroup, by the first warp to start them
+    Memory shared_, async_view_;
 };
 
 /// The block that this host thread is running. Fibers never move between host threads.
@@ -314,6 +345,8 @@ void Block::suspend(const char* name) {
 
 /// Leaves the current thread, which may be ready or not, for the next one that is.
 void Block::run_next() {
+    while (ready_warps_ == 0 && !loads_.items.empty())
+        perform(Unit::kLoads, random(static_cast<u32>(loads_.items.size())));
     if (ready_warps_ == 0) {
         error = "block " + std::to_string(index) + ": deadlock, every thread waits" + describe_waiting();
         leave();
@@ -343,7 +376,12 @@ void Block::fail(const std::string& message) {
 std::string Block::describe_waiting() const {
     auto state = [&](u32 thread) -> std::string {
         const Fiber& fiber = fibers_[thread];
-        return fiber.returned ? "returned" : std::string("at ") + fiber.waits_at;
+        if (fiber.returned)
+            return "returned";
+        char text[256];
+        if (fiber.waits_for != nullptr)
+            fiber.describe(fiber.waits_for, fiber.detail, text, sizeof text);
+        return std::string("at ") + (fiber.waits_for != nullptr ? text : fiber.waits_at);
     };
     std::string text;
     for (u32 first = 0; first < launch.threads;) {
@@ -358,7 +396,7 @@ std::string Block::describe_waiting() const {
 }
 
 void Block::meet_warp(const char* name, void* operands, WarpOperation operation) {
-    land_some_copy();
+    perform_some();
     const u32 w = current / kLanes, l = current % kLanes;
     Warp& warp = warps_[w];
     if (warp.arrived != 0) {
@@ -380,7 +418,7 @@ void Block::meet_warp(const char* name, void* operands, WarpOperation operation)
 }
 
 bool Block::meet_block(const char* name, bool predicate) {
-    land_some_copy();
+    perform_some();
     if (at_barrier_ != 0 && std::strcmp(barrier_, name) != 0)
         fail(std::string("at ") + name + " while other threads of the block wait at " + barrier_);
     barrier_ = name;
@@ -402,46 +440,119 @@ void Block::release_barrier() {
         set_ready(w, warps_[w].running);
 }
 
-// ---- Asynchronous copies.
-
-void Block::start_copy(void* target, const void* data, u32 bytes) {
-    Copy copy;
-    copy.target = shared_pointer(emulated::shared_address(target), bytes, "copy_async");
-    copy.bytes = bytes;
-    copy.landed = false;
-    copy.group = fibers_[current].groups_committed;
-    std::memcpy(copy.data, data, bytes);
-    if (launch.copy_mode == CopyMode::kAtIssue || (launch.copy_mode == CopyMode::kRandom && random(2) == 0))
-        copy.land();
-    fibers_[current].copies.push_back(copy);
-}
-
-/// In random mode, a thread that comes to a collective may find that one of its copies has landed.
-void Block::land_some_copy() {
-    std::vector<Copy>& copies = fibers_[current].copies;
-    if (launch.copy_mode == CopyMode::kRandom && !copies.empty() && random(4) == 0)
-        copies[random(static_cast<u32>(copies.size()))].land();
-}
-
-void Block::commit_copies() { ++fibers_[current].groups_committed; }
-
-void Block::wait_copies(u32 pending) {
+void Block::wait_for(const void* object, u32 detail, Describe describe) {
     Fiber& fiber = fibers_[current];
-    auto done = fiber.copies.begin();
-    for (; done != fiber.copies.end() && done->group + pending < fiber.groups_committed; ++done)
-        done->land();
-    fiber.copies.erase(fiber.copies.begin(), done);
+    fiber.waits_for = object;
+    fiber.detail = detail;
+    fiber.describe = describe;
+    suspend(nullptr);
+    run_next();
+}
+
+void Block::wake(const void* object) {
+    for (u32 n = 0; n < launch.threads; ++n)
+        if (fibers_[n].waits_for == object) {
+            fibers_[n].waits_for = nullptr;
+            set_ready(n / kLanes, warps_[n / kLanes].ready | 1u << n % kLanes);
+        }
+}
+
+// ---- Asynchronous work.
+
+Queue& Block::queue(Unit unit) {
+    switch (unit) {
+        case Unit::kCopies:
+            return fibers_[current].copies;
+        case Unit::kStores:
+            return fibers_[current].stores;
+        case Unit::kProducts:
+            return warps_[current / kLanes].products;
+        case Unit::kLoads:
+            break;
+    }
+    return loads_;
+}
+
+/// Performs the n-th of a queue unless that has been done; of products, all before it too.
+void Block::perform(Unit unit, u64 n) {
+    std::vector<Queue::Item>& items = queue(unit).items;
+    for (u64 m = unit == Unit::kProducts ? 0 : n; m <= n; ++m)
+        if (items[m].work != nullptr) {
+            items[m].work->perform();
+            items[m].work.reset();
+        }
+    if (unit == Unit::kLoads)
+        items.erase(items.begin() + static_cast<i64>(n));
+}
+
+void Block::start(Unit unit, Work* work) {
+    Queue& own = queue(unit);
+    own.items.push_back({std::unique_ptr<Work>(work), own.groups_committed});
+    if (launch.copy_mode == CopyMode::kAtIssue || (launch.copy_mode == CopyMode::kRandom && random(2) == 0))
+        perform(unit, own.items.size() - 1);
+}
+
+/// In random mode, a thread that comes to a meeting may find that some work has been done.
+void Block::perform_some() {
+    if (launch.copy_mode != CopyMode::kRandom)
+        return;
+    for (const Unit unit : {Unit::kCopies, Unit::kStores, Unit::kProducts, Unit::kLoads}) {
+        const Queue& own = queue(unit);
+        if (!own.items.empty() && random(kUnits[static_cast<u32>(unit)].patience) == 0)
+            perform(unit, random(static_cast<u32>(own.items.size())));
+    }
+}
+
+void Block::wait(Unit unit, u32 pending) {
+    Queue& own = queue(unit);
+    u64 done = 0;
+    for (; done < own.items.size() && own.items[done].group + pending < own.groups_committed; ++done)
+        perform(unit, done);
+    own.items.erase(own.items.begin(), own.items.begin() + static_cast<i64>(done));
+}
+
+void Block::start_product(Work* work, const Signature& signature) {
+    Warp& warp = warps_[current / kLanes];
+    std::vector<Signature>& started = products_[current / kWarpgroup];
+    if (!warp.fenced)
+        fail("wgmma: no wgmma_fence since the last wgmma_wait");
+    const u64 n = warp.products_started++;
+    if (n == started.size())
+        started.push_back(signature);
+    else if (std::memcmp(&started[n], &signature, sizeof signature) != 0)
+        fail("wgmma: product " + std::to_string(n) + " is not that of the other warps of its warpgroup");
+    start(Unit::kProducts, work);
+}
+
+void Block::wait_products(u32 pending) {
+    Warp& warp = warps_[current / kLanes];
+    const Queue& products = warp.products;
+    if (!products.items.empty() && products.items.back().group == products.groups_committed)
+        fail("wgmma_wait: no wgmma_commit since the last product");
+    warp.fenced = false;
+    wait(Unit::kProducts, pending);
+}
+
+void Block::check_finished(Unit unit) {
+    if (const u64 left = queue(unit).items.size(); left != 0)
+        fail("returned with " + std::to_string(left) + " " + kUnits[static_cast<u32>(unit)].works + " that no " +
+             kUnits[static_cast<u32>(unit)].wait + " has covered");
 }
 
 // ---- Running.
 
 void Block::run_fiber() {
     launch.kernel(launch.params);
-    Fiber& fiber = fibers_[current];
-    if (!fiber.copies.empty())
-        fail("returned with " + std::to_string(fiber.copies.size()) +
-             " asynchronous copies that no copy_async_wait has covered");
-    fiber.returned = true;
+    for (const Unit unit : {Unit::kCopies, Unit::kStores, Unit::kProducts})
+        check_finished(unit);
+    if (running_ == 1) {
+        check_finished(Unit::kLoads);
+        for (u32 w = 0; w < warps_used_; ++w)
+            if (warps_[w].products_started != products_[w / 4].size())
+                fail("warp " + std::to_string(w) + " took part in " + std::to_string(warps_[w].products_started) +
+                     " of the " + std::to_string(products_[w / 4].size()) + " products of its warpgroup");
+    }
+    fibers_[current].returned = true;
     suspend(nullptr);
     warps_[current / kLanes].running &= ~(1u << current % kLanes);
     --running_;
@@ -458,17 +569,22 @@ bool Block::run(u32 index_) {
     random_state_ = (launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull;
     if (random_state_ == 0)
         random_state_ = 1;
-    if (launch.shared_bytes != 0)
+    if (launch.shared_bytes != 0) {
         std::memset(shared_.get(), kPoison, launch.shared_bytes);
+        std::memset(async_view_.get(), kPoison, launch.shared_bytes);
+    }
+    state = {};
     running_ = launch.threads;
     for (u32 w = 0; w < warps_used_; ++w) {
         warps_[w].running = ~0u;
+        warps_[w].products_started = 0;
+        warps_[w].fenced = false;
+        products_[w / 4].clear();
         set_ready(w, ~0u);
     }
     for (u32 n = 0; n < launch.threads; ++n) {
         Fiber& fiber = fibers_[n];
         fiber.returned = false;
-        fiber.groups_committed = 0;
         // All stacks begin at the same place of a page; shifting them keeps the busy ends out of the same cache sets.
         prepare(fiber.context, &start_fiber, n % 64 * 64);
     }
@@ -507,26 +623,28 @@ void fail(const char* format, ...) {
 
 u32 thread_index() { return block->current; }
 u32 block_index() { return block->index; }
+u32 block_threads() { return block->launch.threads; }
+u32 grid_size() { return block->launch.grid; }
 void meet_warp(const char* name, void* operands, WarpOperation operation) {
     block->meet_warp(name, operands, operation);
 }
 bool meet_block(const char* name, bool predicate) { return block->meet_block(name, predicate); }
-void start_copy(void* shared, const void* data, u32 bytes) { block->start_copy(shared, data, bytes); }
-void commit_copies() { block->commit_copies(); }
-void wait_copies(u32 pending) { block->wait_copies(pending); }
+void wait_for(const void* object, u32 detail, Describe describe) { block->wait_for(object, detail, describe); }
+void wake(const void* object) { block->wake(object); }
+void start(Unit unit, Work* work) { block->start(unit, work); }
+void commit(Unit unit) { block->commit(unit); }
+void wait(Unit unit, u32 pending) { block->wait(unit, pending); }
+
+void start_product(Work* work, const Signature& signature) { block->start_product(work, signature); }
+void wait_products(u32 pending) { block->wait_products(pending); }
+void fence_products() { block->fence_products(); }
+BlockState& block_state() { return block->state; }
 
 u8* shared_memory(u64 bytes) {
     if (bytes > block->launch.shared_bytes)
         fail("the kernel uses %llu bytes of shared memory but is launched with %llu", bytes,
              block->launch.shared_bytes);
     return block->shared_memory();
-}
-
-SharedAddress shared_address(const void* pointer) {
-    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - block->shared_memory());
-    if (offset > block->launch.shared_bytes)
-        fail("shared_address: %p is not in shared memory", pointer);
-    return kSharedBase + static_cast<u32>(offset);
 }
 
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
@@ -538,6 +656,25 @@ u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
         fail("%s: shared offset %llu is not aligned to %u bytes", who, offset, bytes);
     return block->shared_memory() + offset;
 }
+
+const u8* async_view(SharedAddress address, u32 bytes, const char* who) {
+    return block->async_view() + (shared_pointer(address, bytes, who) - block->shared_memory());
+}
+
+const u8* async_read(SharedAddress address, u32 bytes, const char* who) {
+    const u8* view = async_view(address, bytes, who);
+    if (std::memcmp(view, shared_pointer(address, bytes, who), bytes) != 0)
+        fail("%s: reads shared offset %u, where a thread has written: before, without fence_async_shared, or too early",
+             who, address - kSharedBase);
+    return view;
+}
+
+void async_write(SharedAddress address, const u8* data, u32 bytes, const char* who) {
+    std::memcpy(shared_pointer(address, bytes, who), data, bytes);
+    std::memcpy(block->async_view() + (address - kSharedBase), data, bytes);
+}
+
+void publish_shared() { std::memcpy(block->async_view(), block->shared_memory(), block->launch.shared_bytes); }
 
 /// The blocks of a grid in the order in which they are started.
 std::vector<u32> block_order(const Launch& launch) {
@@ -553,6 +690,13 @@ std::vector<u32> block_order(const Launch& launch) {
 
 }  // namespace emulated
 
+DEVICE SharedAddress shared_address(const void* pointer) {
+    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - emulated::block->shared_memory());
+    if (offset > emulated::block->launch.shared_bytes)
+        emulated::fail("shared_address: %p is not in shared memory", pointer);
+    return emulated::kSharedBase + static_cast<u32>(offset);
+}
+
 /// Runs kernel(params) over `grid` blocks on `workers` host threads. Returns 0, or 1 with the reason in `message`.
 extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::Kernel kernel, u32 grid, u32 threads,
                                                                       u64 shared_bytes, const void* params,
@@ -560,8 +704,8 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
                                                                       u32 copy_mode, u32 workers, char* message,
                                                                       u64 message_bytes) {
     using namespace emulated;
-    // A copy of exactly this size, so that AddressSanitizer sees a kernel read beyond it.
-    const std::unique_ptr<u8[]> own_params(new u8[params_bytes]);
+    // A copy of exactly this size, so that AddressSanitizer sees a kernel read beyond it; aligned for tensor maps.
+    const Memory own_params = allocate(params_bytes, 64);
     std::memcpy(own_params.get(), params, params_bytes);
     const Launch launch = {kernel,
                            grid,

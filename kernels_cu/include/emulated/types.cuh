@@ -40,6 +40,7 @@ struct BFloat16 {
 
 /// Address in the block's shared window. A 32-bit number, not a pointer, as on the GPU.
 using SharedAddress = u32;
+DEVICE SharedAddress shared_address(const void* pointer);
 
 // What the headers of this folder ask of the block that is running; launch.cuh has the bodies.
 namespace emulated {
@@ -49,13 +50,10 @@ namespace emulated {
 
 /// The block's shared memory, of which the caller wants the first `bytes`.
 u8* shared_memory(u64 bytes);
-SharedAddress shared_address(const void* pointer);
 /// Host address of `bytes` bytes at `address`; they must lie in shared memory and be aligned to their size.
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who);
 
 }  // namespace emulated
-
-DEVICE SharedAddress shared_address(const void* pointer) { return emulated::shared_address(pointer); }
 
 /// Where the block's shared memory begins. A macro, for it is another place in every host thread.
 #define dynamic_shared_memory emulated::shared_memory(0)

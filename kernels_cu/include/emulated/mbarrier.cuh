@@ -1,0 +1,96 @@
+// mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of asynchronous copies. A phase is
+// complete when all expected arrivals and all expected bytes have come; then the next one begins.
+//
+// Stricter than the hardware: bytes have to be announced before they come, and a barrier that nobody initialised, or that
+// something was written over, is an error.
+#pragma once
+#include "platform/block.cuh"
+#include "platform/types.cuh"
+
+/// The whole state, as on the GPU, is in these eight bytes.
+struct alignas(8) Barrier {
+    u64 mark : 10;  // kMark once initialised; poison and zeros are not
+    u64 phase : 10;
+    u64 arrivals : 11;  // that complete a phase
+    u64 arrivals_due : 11;
+    u64 bytes_due : 22;
+};
+static_assert(sizeof(Barrier) == 8);
+
+namespace emulated {
+
+constexpr u64 kMark = 0x2b5;
+constexpr u32 kMaxBytesDue = (1 << 20) - 1;
+
+inline Barrier& checked(Barrier& barrier, const char* who) {
+    const SharedAddress address = shared_address(&barrier);
+    if (reinterpret_cast<const Barrier*>(shared_pointer(address, 8, who))->mark != kMark)
+        fail("%s: there is no initialised barrier at shared address %u", who, address);
+    return barrier;
+}
+
+inline void begin_next_phase_if_complete(Barrier& barrier) {
+    if (barrier.arrivals_due != 0 || barrier.bytes_due != 0)
+        return;
+    ++barrier.phase;
+    barrier.arrivals_due = barrier.arrivals;
+    wake(&barrier);
+}
+
+/// An asynchronous copy has brought `bytes` bytes.
+inline void complete_bytes(Barrier& barrier, u32 bytes, const char* who) {
+    if (checked(barrier, who).bytes_due < bytes)
+        fail("%s: brings %u bytes to the barrier at shared address %u, which expects %u", who, bytes,
+             shared_address(&barrier), static_cast<u32>(barrier.bytes_due));
+    barrier.bytes_due -= bytes;
+    begin_next_phase_if_complete(barrier);
+}
+
+inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
+    if (checked(barrier, who).arrivals_due == 0)
+        fail("%s: all %u arrivals of phase %u have come to the barrier at shared address %u, only bytes are due", who,
+             static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.phase), shared_address(&barrier));
+    if (barrier.bytes_due + bytes > kMaxBytesDue)
+        fail("%s: %u bytes in one phase, more than a barrier can count", who,
+             static_cast<u32>(barrier.bytes_due) + bytes);
+    barrier.bytes_due += bytes;
+    --barrier.arrivals_due;
+    begin_next_phase_if_complete(barrier);
+}
+
+inline void describe_barrier(const void* object, u32 parity, char* text, u64 bytes) {
+    const Barrier& barrier = *static_cast<const Barrier*>(object);
+    __builtin_snprintf(
+        text, bytes, "barrier_wait, parity %u, shared address %u: phase %u lacks %u of %u arrivals and %u bytes",
+        parity, shared_address(&barrier), static_cast<u32>(barrier.phase), static_cast<u32>(barrier.arrivals_due),
+        static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.bytes_due));
+}
+
+}  // namespace emulated
+
+/// One thread, before anybody else uses the barrier: `arrivals` complete a phase.
+DEVICE void barrier_init(Barrier& barrier, u32 arrivals) {
+    emulated::shared_pointer(shared_address(&barrier), 8, "barrier_init");
+    if (arrivals == 0 || arrivals > 1024)
+        emulated::fail("barrier_init: %u arrivals; a block has 1 to 1024 threads", arrivals);
+    barrier = {emulated::kMark, 0, arrivals, arrivals, 0};
+}
+
+/// After the last barrier_init, by the thread that did them: the copy engine sees them too.
+DEVICE void barrier_init_fence() { emulated::publish_shared(); }
+
+DEVICE void barrier_arrive(Barrier& barrier) { emulated::arrive(barrier, 0, "barrier_arrive"); }
+
+/// Arrives, and announces that copies will bring `bytes` bytes in this phase.
+DEVICE void barrier_arrive_expect(Barrier& barrier, u32 bytes) {
+    emulated::arrive(barrier, bytes, "barrier_arrive_expect");
+}
+
+/// Waits for the end of the phase of this parity: the first phase has parity 0. On a fresh barrier a wait with parity 1
+/// returns at once, as if an earlier phase were over.
+DEVICE void barrier_wait(Barrier& barrier, u32 parity) {
+    if (parity > 1)
+        emulated::fail("barrier_wait: parity is %u; it must be 0 or 1", parity);
+    while (emulated::checked(barrier, "barrier_wait").phase % 2 == parity)
+        emulated::wait_for(&barrier, parity, emulated::describe_barrier);
+}

@@ -1,0 +1,155 @@
+// The tensor memory accelerator: one thread copies a box of a tensor between global and shared memory, or adds to global
+// memory, asynchronously. Coordinates count elements, the innermost dimension first; what lies outside the tensor is read
+// as 0 and not written.
+#pragma once
+#include "platform/block.cuh"
+#include "platform/mbarrier.cuh"
+#include "platform/reduce.cuh"
+#include "platform/types.cuh"
+
+/// What HostRuntime.tensor_map packs, checked there: a tensor of four dimensions and the box of it that a copy moves.
+struct alignas(64) TensorMap {
+    u8* address;
+    u64 sizes[4];
+    u64 strides[3];  // bytes, of dimensions 1 to 3
+    u32 box[4];
+    u32 element_bytes;
+    u32 swizzle;  // 128: chunks of 16 bytes are permuted within 1,024 bytes of shared memory; 0: they are not
+};
+static_assert(sizeof(TensorMap) == 128);
+
+namespace emulated {
+
+constexpr u32 kMaxRowBytes = 256 * 8;
+
+/// The 128-byte swizzle, on absolute addresses: the chunk of a 128-byte row is exclusive-ored with the row modulo 8.
+inline SharedAddress swizzled(SharedAddress address) { return address ^ (address >> 7 & 7) << 4; }
+
+/// A box of a tensor and its place in shared memory.
+struct Box {
+    const TensorMap& map;
+    SharedAddress shared;
+    i32 first[4];  // coordinates
+    const char* who;
+
+    u32 rows() const { return map.box[1] * map.box[2] * map.box[3]; }
+    u32 row_bytes() const { return map.box[0] * map.element_bytes; }
+
+    const Box& checked() const {
+        const u32 alignment = map.swizzle ? 1024 : 128;
+        if (reinterpret_cast<u64>(&map) % 64 != 0)
+            fail("%s: the tensor map at %p is not aligned to 64 bytes", who, static_cast<const void*>(&map));
+        if (shared % alignment != 0)
+            fail("%s: shared address %u is not aligned to %u bytes", who, shared, alignment);
+        return *this;
+    }
+
+    /// The part of row n that lies inside the tensor: `bytes` bytes at `global`, the row's from `skipped` on.
+    struct Inside {
+        u8* global;
+        u64 skipped, bytes;
+    };
+    Inside inside(u32 n) const {
+        const i64 place[3] = {n % map.box[1], n / map.box[1] % map.box[2], n / map.box[1] / map.box[2]};
+        const i64 size = static_cast<i64>(map.sizes[0]), box_end = i64{first[0]} + map.box[0];
+        const i64 begin = first[0] > 0 ? first[0] : 0, end = box_end < size ? box_end : size;
+        bool any = begin < end;
+        i64 offset = begin * map.element_bytes;
+        for (u32 d = 0; d < 3; ++d) {
+            const i64 c = first[d + 1] + place[d];
+            any = any && c >= 0 && c < static_cast<i64>(map.sizes[d + 1]);
+            offset += c * static_cast<i64>(map.strides[d]);
+        }
+        if (!any)
+            return {nullptr, 0, 0};
+        return {map.address + offset, static_cast<u64>(begin - first[0]) * map.element_bytes,
+                static_cast<u64>(end - begin) * map.element_bytes};
+    }
+
+    SharedAddress chunk(u32 n, u32 byte) const {
+        const SharedAddress linear = shared + n * row_bytes() + byte;
+        return map.swizzle ? swizzled(linear) : linear;
+    }
+
+    void load(Barrier& barrier) const {
+        for (u32 n = 0; n < rows(); ++n) {
+            u8 row[kMaxRowBytes] = {};
+            if (const Inside part = inside(n); part.bytes != 0)
+                __builtin_memcpy(row + part.skipped, part.global, part.bytes);
+            for (u32 byte = 0; byte < row_bytes(); byte += 16)
+                async_write(chunk(n, byte), row + byte, 16, who);
+        }
+        complete_bytes(barrier, rows() * row_bytes(), who);
+    }
+
+    void store() const {
+        for (u32 n = 0; n < rows(); ++n) {
+            u8 row[kMaxRowBytes];
+            for (u32 byte = 0; byte < row_bytes(); byte += 16)
+                __builtin_memcpy(row + byte, async_read(chunk(n, byte), 16, who), 16);
+            if (const Inside part = inside(n); part.bytes != 0)
+                __builtin_memcpy(part.global, row + part.skipped, part.bytes);
+        }
+    }
+};
+
+inline void reduce(float* global, SharedAddress shared, u32 bytes) {
+    for (u32 n = 0; n < bytes; n += 16) {
+        float x[4];
+        __builtin_memcpy(x, async_read(shared + n, 16, "bulk_reduce_add"), 16);
+        for (u32 m = 0; m < 4; ++m)
+            atomic_add(global + n / 4 + m, x[m]);
+    }
+}
+
+}  // namespace emulated
+
+/// Fetches the map ahead of its first use.
+DEVICE void tensor_map_prefetch(const TensorMap&) {}
+
+/// Starts copying the box at (c0, c1, c2, c3) to shared memory (128-byte aligned; 1,024 with the 128-byte swizzle). The
+/// bytes of the whole box, those outside the tensor included, count for the barrier. Global memory is read when they land.
+DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
+    using namespace emulated;
+    const u8* seen = async_view(shared_address(&checked(barrier, "tma_load")), 8, "tma_load");
+    if (reinterpret_cast<const Barrier*>(seen)->mark != kMark)
+        fail("tma_load: no barrier_init_fence since barrier_init");
+    const Box box = Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_load"}.checked();
+    start(Unit::kLoads, work([box, &barrier] { box.load(barrier); }));
+}
+
+/// Starts copying a box from shared memory; part of the thread's current bulk group.
+DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, i32 c2, i32 c3) {
+    using namespace emulated;
+    const Box box = Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_store"}.checked();
+    start(Unit::kStores, work([box] { box.store(); }));
+}
+
+/// Starts adding `bytes` bytes of float32 (a multiple of 16, both addresses 16-byte aligned) to global memory, each
+/// addition atomic; part of the thread's current bulk group.
+DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
+    using namespace emulated;
+    if (reinterpret_cast<u64>(global) % 16 != 0 || bytes % 16 != 0)
+        fail("bulk_reduce_add: %u bytes to %p: both must be multiples of 16", bytes, static_cast<void*>(global));
+    const SharedAddress from = shared_address(shared);
+    start(Unit::kStores, work([=] { reduce(global, from, bytes); }));
+}
+
+/// Closes the group of all stores and reductions this thread has started since the last commit.
+DEVICE void bulk_commit() { emulated::commit(emulated::Unit::kStores); }
+
+/// Waits until at most kPending of this thread's groups still read their shared memory.
+template <u32 kPending>
+DEVICE void bulk_wait_read() {
+    emulated::wait(emulated::Unit::kStores, kPending);
+}
+
+/// Waits until at most kPending of this thread's groups are under way at all. Here they write as soon as they read.
+template <u32 kPending>
+DEVICE void bulk_wait() {
+    emulated::wait(emulated::Unit::kStores, kPending);
+}
+
+/// Shared memory this thread wrote by ordinary stores may now be read by the copy engine and by wgmma (its other threads'
+/// writes after a barrier that follows their own fences). Here other threads' writes too: who wrote what is not known.
+DEVICE void fence_async_shared() { emulated::publish_shared(); }

@@ -1,0 +1,165 @@
+// wgmma: D (64 x N, float32) = or += A (64 x 16) B (16 x N), 16-bit elements, one warpgroup, asynchronous. B, and A unless
+// it is in registers, lie in shared memory.
+// With warp w of the warpgroup, g = lane / 4 and t = lane % 4 a lane holds
+//   D: d[4j], d[4j+1] = (16w + g, 8j + 2t), (.., 8j + 2t + 1);  d[4j+2], d[4j+3] = the same columns of row 16w + g + 8
+//   A in registers, as for mma.sync: a[0] = (g, 2t..2t+1), a[1] = (g+8, same), a[2] = (g, 2t+8..), a[3] = (g+8, 2t+8..)
+// Registers of D and A must not be touched between wgmma_fence and the wait that covers the products.
+//
+// The warps of a warpgroup issue the same products, but as PTX has it only the lanes of a warp wait for one another. Every
+// warp therefore does its 16 rows at a moment of its own: what one warp wrote and another reads needs a barrier.
+#pragma once
+#include "platform/block.cuh"
+#include "platform/convert.cuh"
+#include "platform/types.cuh"
+
+/// Where an operand lies: panels of 64 columns (128 bytes a row) with the 128-byte swizzle, each 1,024-byte aligned; `address`
+/// may point to a 32-byte step inside the first 128 bytes.
+/// Rows along K (K-major): `stride` = bytes between groups of eight rows (1,024); `leading` is not used.
+/// Columns along K (MN-major, "transposed"): `stride` = bytes between groups of eight rows, `leading` between panels.
+DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
+    constexpr u64 kSwizzle128 = 1;
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
+           static_cast<u64>(stride >> 4) << 32 | kSwizzle128 << 62;
+}
+
+namespace emulated {
+
+/// A descriptor's fields, from the bits.
+struct Operand {
+    u32 address, leading, stride;
+    bool transposed;
+
+    Operand(u64 bits, bool transposed_)
+        : address((bits & 0x3fff) << 4),
+          leading((bits >> 16 & 0x3fff) << 4),
+          stride((bits >> 32 & 0x3fff) << 4),
+          transposed(transposed_) {
+        if (bits >> 62 != 1 || (bits >> 49 & 7) != 0)
+            fail("wgmma: descriptor %#llx is not of the 128-byte swizzle with base offset 0", bits);
+        if (address % 1024 >= 128 || stride % 1024 != 0 || (transposed && leading % 1024 != 0))
+            fail("wgmma: address %u, leading %u, stride %u: not panels aligned to 1024 bytes", address, leading,
+                 stride);
+    }
+
+    /// Rows (of A) or columns (of B) `first` to first + kCount, all of K, as x[k][n].
+    template <typename T, u32 kCount>
+    void read(float (&x)[16][kCount], u32 first) const {
+        const u32 rows = transposed ? 16 : kCount, chunks = transposed ? kCount / 8 : 2;
+        for (u32 n = 0; n < rows; ++n)
+            for (u32 m = 0; m < chunks; ++m) {
+                const u32 row = transposed ? n : first + n, chunk = transposed ? first / 8 + m : m;
+                const u32 place = address + chunk / 8 * leading + row / 8 * stride + row % 8 * 128 + chunk % 8 * 16;
+                T element[8];
+                __builtin_memcpy(element, async_read(place ^ (place >> 7 & 7) << 4, 16, "wgmma"), 16);
+                for (u32 e = 0; e < 8; ++e)
+                    x[transposed ? n : 8 * m + e][transposed ? 8 * m + e : n] = to_float(element[e]);
+            }
+    }
+};
+
+/// What every lane brings to a product.
+struct WgmmaOperands {
+    float* d;
+    const u32* a;  // null: A is in shared memory
+    u64 a_descriptor, b_descriptor;
+    u32 flags;  // kAccumulate, kTransposedA, kTransposedB
+};
+
+constexpr u32 kAccumulateFlag = 1, kTransposedAFlag = 2, kTransposedBFlag = 4;
+
+/// One warp's 16 rows of a product. Added one by one in float32, in the order of k.
+template <typename T, u32 kN>
+struct Product : Work {
+    WgmmaOperands own;
+    float* d[kLanes];
+    const u32* a[kLanes];
+    u32 first_row;
+
+    void perform() override {
+        float A[16][16], B[16][kN], D[16][kN] = {};
+        Operand(own.b_descriptor, own.flags & kTransposedBFlag).read<T, kN>(B, 0);
+        if (own.a == nullptr)
+            Operand(own.a_descriptor, own.flags & kTransposedAFlag).read<T, 16>(A, first_row);
+        for (u32 l = 0; l < kLanes; ++l) {
+            const u32 g = l / 4, t = l % 4;
+            for (u32 n = 0; n < 8 && own.a != nullptr; ++n) {
+                const u16 bits = static_cast<u16>(a[l][n / 2] >> 16 * (n % 2));
+                A[2 * t + n % 2 + 8 * (n / 4)][g + 8 * (n / 2 % 2)] = to_float(T{bits});
+            }
+            for (u32 n = 0; n < kN / 2 && (own.flags & kAccumulateFlag) != 0; ++n)
+                D[g + 8 * (n / 2 % 2)][8 * (n / 4) + 2 * t + n % 2] = d[l][n];
+        }
+        for (u32 i = 0; i < 16; ++i)
+            for (u32 k = 0; k < 16; ++k)
+                for (u32 j = 0; j < kN; ++j)
+                    D[i][j] += A[k][i] * B[k][j];
+        for (u32 l = 0; l < kLanes; ++l)
+            for (u32 n = 0; n < kN / 2; ++n)
+                d[l][n] = D[l / 4 + 8 * (n / 2 % 2)][8 * (n / 4) + 2 * (l % 4) + n % 2];
+    }
+};
+
+template <typename T, u32 kN>
+void issue_product(void* const* lane) {
+    auto* product = new Product<T, kN>;
+    product->own = *static_cast<WgmmaOperands*>(lane[0]);
+    product->first_row = thread_index() % kWarpgroup / kLanes * 16;
+    for (u32 l = 0; l < kLanes; ++l) {
+        const WgmmaOperands& own = *static_cast<WgmmaOperands*>(lane[l]);
+        product->d[l] = own.d;
+        product->a[l] = own.a;
+        if (own.a_descriptor != product->own.a_descriptor || own.b_descriptor != product->own.b_descriptor)
+            fail("wgmma: lanes %u and 0 pass different descriptors", l);
+    }
+    Operand(product->own.b_descriptor, product->own.flags & kTransposedBFlag);
+    if (product->own.a == nullptr)
+        Operand(product->own.a_descriptor, product->own.flags & kTransposedAFlag);
+    start_product(product, {product->own.a_descriptor, product->own.b_descriptor, kN << 3 | product->own.flags});
+}
+
+template <typename T, u32 kN>
+void multiply(float* d, const u32* a, u64 a_descriptor, u64 b_descriptor, bool accumulate, bool transposed_a,
+              bool transposed_b) {
+    static_assert(kN % 16 == 0 && kN >= 16 && kN <= 256);
+    WgmmaOperands operands = {d, a, a_descriptor, b_descriptor,
+                              (accumulate ? kAccumulateFlag : 0) | (transposed_a ? kTransposedAFlag : 0) |
+                                  (transposed_b ? kTransposedBFlag : 0)};
+    meet_warp("wgmma", &operands, issue_product<T, kN>);
+}
+
+}  // namespace emulated
+
+/// Before the first product after registers of A or D were written. Here: after every wgmma_wait.
+DEVICE void wgmma_fence() {
+    emulated::meet_warp("wgmma_fence", nullptr, [](void* const*) { emulated::fence_products(); });
+}
+
+/// Closes the group of all products since the last commit.
+DEVICE void wgmma_commit() {
+    emulated::meet_warp("wgmma_commit", nullptr, [](void* const*) { emulated::commit(emulated::Unit::kProducts); });
+}
+
+/// Waits until at most kPending groups are under way.
+template <u32 kPending>
+DEVICE void wgmma_wait() {
+    emulated::meet_warp("wgmma_wait", nullptr, [](void* const*) { emulated::wait_products(kPending); });
+}
+
+/// Tells the compiler that products under way write these registers up to here: no use of them moves above this line.
+template <u32 kCount>
+DEVICE void wgmma_settle(float (&)[kCount]) {}
+
+/// The two forms of the instruction for one element type and one N.
+template <typename T, u32 kN>
+struct Wgmma {
+    /// A and B by descriptors. kAccumulate: D +=, else D =.
+    template <bool kAccumulate, bool kTransposedA = false, bool kTransposedB = false>
+    static void shared(float (&d)[kN / 2], u64 a, u64 b) {
+        emulated::multiply<T, kN>(d, nullptr, a, b, kAccumulate, kTransposedA, kTransposedB);
+    }
+    /// A in registers, B by descriptor.
+    template <bool kAccumulate, bool kTransposedB = false>
+    static void registers(float (&d)[kN / 2], const u32* a, u64 b) {
+        emulated::multiply<T, kN>(d, a, 0, b, kAccumulate, false, kTransposedB);
+    }
+};

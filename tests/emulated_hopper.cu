@@ -1,0 +1,130 @@
+// Small kernels about Hopper's asynchronous units. Run by test_emulated_hopper.py, which also plants faults in them:
+// FAULT(x) marks, by name, a line that a test leaves out.
+#include "platform/mbarrier.cuh"
+#include "platform/thread.cuh"
+#include "platform/tma.cuh"
+#include "platform/types.cuh"
+#include "platform/warpgroup.cuh"
+#include "platform/wgmma.cuh"
+
+#if defined(CF_BFLOAT)
+using Element = BFloat16;
+#else
+using Element = Float16;
+#endif
+
+constexpr u32 kPanel = 64;        // columns of a panel: 128 bytes
+constexpr u32 kRows = 64;         // of A
+constexpr u32 kDepth = CF_DEPTH;  // K of one stage
+constexpr u32 kN = CF_N;
+constexpr u32 kStages = 2;
+constexpr bool kTransposedA = CF_TRANSPOSED_A, kTransposedB = CF_TRANSPOSED_B;
+constexpr bool kRegistersA = CF_REGISTERS_A;
+
+/// An operand with `rows` rows (or columns, transposed) and kDepth of K: panels of 64 of the inner dimension.
+constexpr u32 inner(bool transposed, u32 rows) { return transposed ? rows : kDepth; }
+constexpr u32 outer(bool transposed, u32 rows) { return transposed ? kDepth : rows; }
+constexpr u32 panels(bool transposed, u32 rows) { return (inner(transposed, rows) + kPanel - 1) / kPanel; }
+constexpr u32 panel_bytes(bool transposed, u32 rows) { return (outer(transposed, rows) * 128 + 1023) / 1024 * 1024; }
+
+struct SharedStorage {
+    alignas(1024) u8 A[kStages][panels(kTransposedA, kRows)][panel_bytes(kTransposedA, kRows)];
+    alignas(1024) u8 B[kStages][panels(kTransposedB, kN)][panel_bytes(kTransposedB, kN)];
+    alignas(1024) float D[kRows][kN];
+    Barrier full[kStages], empty[kStages];
+};
+
+struct ProductParams {
+    TensorMap A, B;              // boxes of one panel
+    const Element* registers_A;  // 64 x K, for A in registers
+    float* D;                    // 64 x kN, to which the product is added
+    i32 blocks;                  // K = blocks * kDepth
+};
+
+template <bool kTransposed, u32 kCount, u32 kPanels, u32 kPanelBytes>
+DEVICE void load_operand(u8 (&shared)[kPanels][kPanelBytes], const TensorMap& map, Barrier& barrier, i32 block) {
+    for (u32 p = 0; p < kPanels; ++p) {
+        const i32 inner_at = p * kPanel, at = block * kDepth;
+        tma_load(shared[p], map, barrier, inner_at + (kTransposed ? 0 : at), kTransposed ? at : 0, 0, 0);
+    }
+}
+
+DEVICE void produce(const ProductParams& params, SharedStorage& shared) {
+    for (i32 j = 0; j < params.blocks; ++j) {
+        const u32 stage = j % kStages, parity = j / kStages % 2;
+        barrier_wait(shared.empty[stage], parity ^ 1);  // FAULT(empty)
+        constexpr u32 kBytes = outer(kTransposedB, kN) * 128 * panels(kTransposedB, kN) +
+                               (kRegistersA ? 0 : outer(kTransposedA, kRows) * 128 * panels(kTransposedA, kRows));
+        barrier_arrive_expect(shared.full[stage], kBytes + CF_MORE_BYTES);
+        if (!kRegistersA)
+            load_operand<kTransposedA, kRows>(shared.A[stage], params.A, shared.full[stage], j);
+        load_operand<kTransposedB, kN>(shared.B[stage], params.B, shared.full[stage], j);
+    }
+}
+
+/// Descriptor of the 16 of K from k on.
+template <bool kTransposed, u32 kPanels, u32 kPanelBytes>
+DEVICE u64 step(const u8 (&shared)[kPanels][kPanelBytes], u32 k) {
+    const SharedAddress address = shared_address(shared[0]);
+    return kTransposed ? matrix_descriptor(address + k * 128, kPanelBytes, 1024)
+                       : matrix_descriptor(address + k / kPanel * kPanelBytes + k % kPanel * 2, 0, 1024);
+}
+
+DEVICE void consume(const ProductParams& params, SharedStorage& shared) {
+    const u32 row = thread_index() % 128 / 32 * 16 + lane_index() / 4, column = 2 * (lane_index() % 4);
+    auto target = [&](u32 n) { return params.D + (row + 8 * (n / 2 % 2)) * kN + 8 * (n / 4) + column + n % 2; };
+    float d[kN / 2];
+    for (u32 n = 0; n < kN / 2; ++n)
+        d[n] = *target(n);
+    for (i32 j = 0; j < params.blocks; ++j) {
+        const u32 stage = j % kStages, parity = j / kStages % 2;
+        u32 a[kDepth / 16][4];
+        for (u32 k = 0; k < kDepth && kRegistersA; k += 16)
+            for (u32 n = 0; n < 4; ++n) {
+                const Element* two = params.registers_A + (row + 8 * (n % 2)) * (params.blocks * kDepth) + j * kDepth +
+                                     k + 8 * (n / 2) + column;
+                a[k / 16][n] = two[0].bits | static_cast<u32>(two[1].bits) << 16;
+            }
+        barrier_wait(shared.full[stage], parity ^ CF_WRONG_PARITY);  // FAULT(full)
+        wgmma_fence();                                               // FAULT(fence)
+        for (u32 k = 0; k < kDepth; k += 16) {
+            const u64 b = step<kTransposedB>(shared.B[stage], k);
+            if constexpr (kRegistersA)
+                Wgmma<Element, kN>::template registers<true, kTransposedB>(d, a[k / 16], b);
+            else
+                Wgmma<Element, kN>::template shared<true, kTransposedA, kTransposedB>(
+                    d, step<kTransposedA>(shared.A[stage], k), b);
+        }
+        wgmma_commit();  // FAULT(commit)
+#if defined(CF_RELEASE_EARLY)
+        barrier_arrive(shared.empty[stage]);
+        wgmma_wait<0>();
+#else
+        wgmma_wait<0>();                      // FAULT(wait)
+        barrier_arrive(shared.empty[stage]);  // FAULT(release)
+#endif
+        wgmma_settle(d);
+    }
+    for (u32 n = 0; n < kN / 2; ++n)
+        *target(n) = d[n];
+}
+
+KERNEL(256, 1) void multiply(PARAMS(ProductParams) params) {
+    SharedStorage& shared = shared_storage<SharedStorage>();
+    if (thread_index() == 0) {
+        for (u32 n = 0; n < kStages; ++n) {
+            barrier_init(shared.full[n], 1);
+            barrier_init(shared.empty[n], 128);
+        }
+        barrier_init_fence();  // FAULT(init)
+    }
+    block_sync();  // FAULT(sync)
+    if (warpgroup_index() == 1) {
+        registers_release<56>();
+        if (thread_index() == 128)
+            produce(params, shared);
+    } else {
+        registers_acquire<256>();
+        consume(params, shared);
+    }
+}
