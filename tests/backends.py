@@ -1,7 +1,7 @@
 """What computes attention, behind one face: NumPy arrays in and out, whatever lies between.
 
 A test that takes the ``backend`` fixture (see conftest.py) runs on all of them. Outputs are filled with NaN before the
-call, and lie between guard rows that must survive it.
+call, and lie between guards that must survive it.
 """
 
 import ctypes
@@ -19,6 +19,24 @@ except ImportError:  # NumPy 1
     from numpy import byte_bounds
 
 
+class Guarded:
+    """A (B, S, ...) output full of NaN with guard rows before and after each batch entry."""
+
+    rows = 8  # on either side
+
+    def __init__(self, shape, dtype):
+        batch, seqlen, *rest = shape
+        self._buffer = np.full((batch, seqlen + 2 * self.rows, *rest), GUARD, dtype)
+        self.inside = self._buffer[:, self.rows : self.rows + seqlen]
+        self.inside[...] = np.nan
+
+    def checked(self):
+        """The output, after a look at the guards."""
+        assert (self._buffer[:, : self.rows] == GUARD).all(), "written before the first row"
+        assert (self._buffer[:, -self.rows :] == GUARD).all(), "written behind the last row"
+        return np.ascontiguousarray(self.inside)
+
+
 class Backend:
     """The common part; ``name``, ``dtypes`` and the limits say what a test may ask for."""
 
@@ -27,6 +45,7 @@ class Backend:
     max_head_dim = None
     max_scores = None  # score elements per head and batch entry that are still worth the time
     has_dlse = False
+    output = Guarded
 
     def missing(self):
         """Why the backend cannot be used here; empty if it can."""
@@ -46,40 +65,24 @@ class Backend:
         self.require(problem)
         dtype = DTYPES[problem.dtype]
         shape = problem.batch, problem.seqlen_q, problem.num_heads
-        out = Guarded((*shape, problem.head_dim_v), dtype)
+        out = self.output((*shape, problem.head_dim_v), dtype)
         lse_dtype = np.float64 if problem.dtype == "float64" else np.float32
-        lse = np.full((shape[0], shape[2], shape[1]), np.nan, lse_dtype)
-        self._forward(problem, q, k, v, out.inside, lse)
-        return out.checked(), lse
+        lse = Guarded((1, shape[0] * shape[2] * shape[1]), lse_dtype)  # contiguous between its guards
+        self._forward(problem, q, k, v, out.inside, lse.inside.reshape(shape[0], shape[2], shape[1]))
+        return out.checked(), lse.checked().reshape(shape[0], shape[2], shape[1])
 
     def backward(self, problem, dout, q, k, v, out, lse, dlse=None):
         """(dq, dk, dv) from the results of ``forward``."""
         self.require(problem)
         if dlse is not None and not self.has_dlse:
             pytest.skip(f"{self.name} has no gradient of lse")
-        gradients = [Guarded(x.shape, x.dtype) for x in (q, k, v)]
+        gradients = [self.output(x.shape, x.dtype) for x in (q, k, v)]
         self._backward(problem, dout, q, k, v, out, lse, *(x.inside for x in gradients), dlse)
         return tuple(x.checked() for x in gradients)
 
     def gradients(self, problem, dout, q, k, v):
         """(dq, dk, dv) from scratch."""
         return self.backward(problem, dout, q, k, v, *self.forward(problem, q, k, v))
-
-
-class Guarded:
-    """A (B, S, H, D) output full of NaN with a guard row before and after each batch entry."""
-
-    def __init__(self, shape, dtype):
-        batch, seqlen, *rest = shape
-        self._buffer = np.full((batch, seqlen + 2, *rest), GUARD, dtype)
-        self.inside = self._buffer[:, 1:-1]
-        self.inside[...] = np.nan
-
-    def checked(self):
-        """The output, after a look at the guards."""
-        assert (self._buffer[:, 0] == GUARD).all(), "written before the first row"
-        assert (self._buffer[:, -1] == GUARD).all(), "written behind the last row"
-        return np.ascontiguousarray(self.inside)
 
 
 class CpuBackend(Backend):
@@ -174,6 +177,10 @@ class EmulatedBackend(KernelBackend):
     max_head_dim = 64
     max_scores = 1 << 13
 
+    def __init__(self, tiles=None, **runtime):
+        """Tiles that are not to be chosen, and attributes of the ``HostRuntime``."""
+        self._tiles, self._runtime = tiles, runtime
+
     def missing(self):
         from cupyflash.runtime import emulated
 
@@ -184,7 +191,7 @@ class EmulatedBackend(KernelBackend):
         from cupyflash.engine import Engine
         from cupyflash.runtime.host import HostRuntime
 
-        return Engine(HostRuntime())
+        return Engine(HostRuntime(**self._runtime), self._tiles)
 
     def _launch(self, method, problem, inputs, outputs):
         getattr(self._engine, method)(problem, *inputs, *outputs)

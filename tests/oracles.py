@@ -6,6 +6,7 @@ factor, plus a constant. The factor and the constants are fixed: no test widens 
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -83,8 +84,22 @@ def assert_bitwise(got, expected, what="result"):
 # ---- a naive implementation in the dtype of the data: every intermediate array is rounded to it
 
 
+def round_to_tf32(x):
+    """Nearest numbers with ten mantissa bits, ties away from zero, in float32."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    carried = np.where(np.isfinite(x), bits + np.uint32(0x1000), bits)
+    return (carried & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _kind(problem):
+    """The dtype of the problem, or "tf32"."""
+    return "tf32" if problem.dtype == "float32" and problem.precision == "tf32" else problem.dtype
+
+
 def _working(dtype):
     """(dtype to compute in, function that rounds to the dtype of the data)."""
+    if dtype == "tf32":
+        return np.float32, round_to_tf32
     dtype = DTYPES[dtype] if isinstance(dtype, str) else np.dtype(dtype)
     compute = np.float64 if dtype == np.float64 else np.float32
     return compute, lambda x: np.asarray(x).astype(dtype).astype(compute)
@@ -106,7 +121,7 @@ def _naive_softmax(problem, Q, K, compute, rounded):
 
 def naive_forward(problem, q, k, v, dtype=None):
     """Attention as one would write it in ``dtype`` (that of the problem by default); float64 arrays of its values."""
-    compute, rounded = _working(dtype or problem.dtype)
+    compute, rounded = _working(dtype or _kind(problem))
     with np.errstate(all="ignore"):
         Q, K, V = (
             rounded(x) for x in (by_head(q), repeat_heads(problem, by_head(k)), repeat_heads(problem, by_head(v)))
@@ -117,7 +132,7 @@ def naive_forward(problem, q, k, v, dtype=None):
 
 def naive_backward(problem, dout, q, k, v, dtype=None):
     """The gradients as one would write them in ``dtype``."""
-    compute, rounded = _working(dtype or problem.dtype)
+    compute, rounded = _working(dtype or _kind(problem))
     with np.errstate(all="ignore"):
         Q, K, V, dO = (
             rounded(x)
@@ -133,22 +148,54 @@ def naive_backward(problem, dout, q, k, v, dtype=None):
         return tuple(x.swapaxes(1, 2).astype(np.float64) for x in gradients)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What is right for a problem and its arrays, and what a naive computation makes of them."""
+
+    forward: tuple  # (out, lse) in float64
+    naive_out: np.ndarray
+    gradients: tuple  # (dq, dk, dv) in float64; empty if nobody asks
+    naive_gradients: tuple
+
+    @classmethod
+    def of(cls, problem, q, k, v, dout=None):
+        """TF32 rounds its operands, so its inputs are the rounded ones. The naive computation, which masks by weights
+        of 0, gets 0 where data is not finite.
+        """
+        arrays = [x for x in (q, k, v, dout) if x is not None]
+        if _kind(problem) == "tf32":
+            arrays = [round_to_tf32(x) for x in arrays]
+        finite = [np.where(np.isfinite(x.astype(np.float64)), x, x.dtype.type(0)) for x in arrays]
+        gradients = naive_gradients = ()
+        if dout is not None:
+            gradients = reference_backward(problem, arrays[3], *arrays[:3])
+            naive_gradients = naive_backward(problem, finite[3], *finite[:3])
+        return cls(
+            reference_forward(problem, *arrays[:3]), naive_forward(problem, *finite[:3]), gradients, naive_gradients
+        )
+
+    def assert_forward_close(self, out, lse):
+        expected, expected_lse = self.forward
+        assert_close(out, expected, self.naive_out, what="out")
+        assert_lse_close(lse, expected_lse)
+
+    def assert_gradients_close(self, gradients):
+        for name, *three in zip(("dq", "dk", "dv"), gradients, self.gradients, self.naive_gradients, strict=True):
+            assert_close(*three, kind="gradient", what=name)
+
+
 def check(backend, problem, q, k, v, gradients=True, seed=0):
     """A backend's results against float64, by the rule; returns (out, lse), followed by (dq, dk, dv) if asked for."""
     out, lse = backend.forward(problem, q, k, v)
-    expected, expected_lse = reference_forward(problem, q, k, v)
+    dout = np.random.default_rng(seed).standard_normal(out.shape).astype(out.dtype) if gradients else None
+    answer = Answer.of(problem, q, k, v, dout)
     assert out.dtype == q.dtype
-    assert_close(out, expected, naive_forward(problem, q, k, v), what="out")
-    assert_lse_close(lse, expected_lse)
+    answer.assert_forward_close(out, lse)
     if not gradients:
         return out, lse
-    dout = np.random.default_rng(seed).standard_normal(out.shape).astype(out.dtype)
     results = backend.backward(problem, dout, q, k, v, out, lse)
-    expected = reference_backward(problem, dout, q, k, v)
-    naive = naive_backward(problem, dout, q, k, v)
-    for name, *three in zip(("dq", "dk", "dv"), results, expected, naive, strict=True):
-        assert three[0].dtype == q.dtype
-        assert_close(*three, kind="gradient", what=name)
+    assert all(result.dtype == q.dtype for result in results)
+    answer.assert_gradients_close(results)
     return out, lse, *results
 
 

@@ -1,0 +1,361 @@
+"""Small odd problems for the emulated device: few specialisations of the kernels, many shapes, engineered numbers.
+
+A case runs forward and backward under several schedules and is compared with float64 under each, by the rule of
+oracles.py. Tiles are small, so that short sequences span several of them. All arrays lie in buffers of NaN.
+"""
+
+import functools
+import mmap
+from dataclasses import dataclass, field
+
+import numpy as np
+from backends import EmulatedBackend, Guarded
+from oracles import DTYPES, Answer, assert_bitwise
+
+from cupyflash.problem import Problem
+from cupyflash.resources import KNOWN_GPUS, Limits
+from cupyflash.tiles import TileConfig
+
+# Which thread runs, and when an asynchronous copy lands: both extremes, and random.
+SCHEDULES = (
+    {"order": "forward", "copy_mode": "wait"},
+    {"order": "reverse", "copy_mode": "issue"},
+    {"order": "random", "copy_mode": "random", "seed": 1},
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What kernels are specialised for, but for the mask and the score."""
+
+    dtype: str
+    head_dims: tuple[int, int]
+    tiles: tuple = ()  # what is not to be chosen: TileConfig by task
+    precision: str = "ieee"
+    gpu: Limits = KNOWN_GPUS["H200"]
+
+
+def mma(forward, backward, backward_dkv, backward_dq):
+    return (
+        ("forward", TileConfig("mma", *forward)),
+        ("backward", TileConfig("mma", *backward)),
+        ("backward_dkv", TileConfig("mma", *backward_dkv)),
+        ("backward_dq", TileConfig("mma", *backward_dq)),
+    )
+
+
+# (Br, Bc, warps, stages); backward and backward_dkv also blocks per SM, and how the warps split the products in what
+# order.
+# P and dS pass between warps; two stages.
+EXCHANGED = mma((32, 32, 2), (32, 32, 2, 2, 1, 2, 1, 1), (32, 32, 2, 2, 1, 2, 1, 1), (32, 32, 2, 2))
+# P and dS stay in registers, dQ first; one stage; a warp owns two 16-row tiles in the forward.
+IN_REGISTERS = mma((64, 32, 2), (32, 32, 2, 1, 1, 1, 1, 2, True), (32, 32, 2, 1, 1, 1, 1, 1), (32, 16, 2, 1))
+# Whole tiles have a loop body of their own.
+PEELED = mma((32, 32, 2), (32, 64, 8, 2, 1, 2, 2, 4), (32, 64, 8, 2, 1, 2, 2, 4), (32, 32, 2, 2))
+
+KINDS = {
+    "half": Kind("float16", (40, 24), EXCHANGED),
+    "half narrow": Kind("float16", (59, 17), IN_REGISTERS),
+    "bfloat": Kind("bfloat16", (64, 64), IN_REGISTERS),
+    "bfloat wide": Kind("bfloat16", (192, 160), PEELED),
+    "tf32": Kind("float32", (24, 40), EXCHANGED, precision="tf32"),
+    "tf32 registers": Kind("float32", (20, 32), IN_REGISTERS, precision="tf32"),
+    "float": Kind("float32", (40, 24), gpu=KNOWN_GPUS["T4"]),
+    "float narrow": Kind("float32", (33, 50), gpu=KNOWN_GPUS["T4"]),
+    "float wide": Kind("float32", (136, 160), gpu=KNOWN_GPUS["T4"]),
+    "bfloat simt": Kind("bfloat16", (32, 48), gpu=KNOWN_GPUS["T4"]),
+}
+# So little L2 cache that heads are taken in sections of a few: see schedule.cuh.
+SMALL_L2 = Limits("a GPU with little cache", 90, 232_448, 132, 1 << 15)
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "top left": {"causal": "top_left"},
+    "window": {"window": (9, 5)},
+    "left": {"window": (7, None)},
+    "diagonal": {"window": (0, 0)},
+    "negative scale": {"causal": True, "scale": -0.3},
+    "no scale": {"scale": 0.0},
+    "softcap": {"window": (20, 3), "softcap": 1.5},
+    "deterministic": {"deterministic": True},
+    "deterministic causal": {"deterministic": True, "causal": True},
+    "deterministic window": {"deterministic": True, "window": (9, 5)},
+    "deterministic diagonal": {"deterministic": True, "window": (0, 0)},
+    "deterministic softcap": {"deterministic": True, "softcap": 1.5},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    options: str
+    shape: tuple  # (Sq, Sk), or with (B, H, Hk) behind
+    numbers: str = "normal"  # a key of NUMBERS
+    layout: str = "bordered"  # a key of LAYOUTS
+    gradients: bool = True
+    l2: str = field(default="", kw_only=True)
+
+    def __str__(self):
+        words = [self.kind, self.options, "x".join(map(str, self.shape)), self.l2]
+        return ", ".join(
+            filter(None, words + [x for x in (self.numbers, self.layout) if x not in ("normal", "bordered")])
+        )
+
+
+# ---- numbers
+
+
+def normal(problem, q, k, v, dout):
+    pass
+
+
+def large(problem, q, k, v, dout):
+    """Nearly all weight on one key."""
+    q *= 4
+    k *= 3
+
+
+def falling(problem, q, k, v, dout):
+    """The later the key the lower its score: the kernels start at the last tile, so the maximum rises at every step."""
+    q[..., 0] = 8
+    k[..., 0] = -np.arange(k.shape[1])[:, None] % 256 / 2 - 64
+
+
+def rising(problem, q, k, v, dout):
+    q[..., 0] = 8
+    k[..., 0] = np.arange(k.shape[1])[:, None] % 256 / 2 - 64
+
+
+def far_below(problem, q, k, v, dout):
+    """All scores near -300: e^300 is no float32."""
+    q[..., 0], k[..., 0] = 16, -300 / 16 / problem.scale
+
+
+def huge(problem, q, k, v, dout):
+    """Equal scores of 10^9 and more: a rounded product m c would be off by more than float32 can raise 2 to."""
+    q[...], k[...] = 2.0**15, 2.0**14 if problem.scale > 0 else -(2.0**14)
+
+
+def steep(problem, q, k, v, dout):
+    """Scores of 10^5 from moderate numbers: a fused exponent in the backward would be off by 2^-8."""
+    q[...], k[...] = 520, 28
+
+
+def overflow(problem, q, k, v, dout):
+    """dS beyond float16 in some tiles; no gradient is."""
+    q /= 64
+    k /= 64
+    v *= 100
+    dout[:, ::3] *= 300
+
+
+def biased(problem, q, k, v, dout):
+    """Positive numbers: errors of one sign add up."""
+    for x in (q, k, v, dout):
+        x[...] = 1 + np.abs(x) % 1
+
+
+def hidden_nan(problem, q, k, v, dout):
+    """What few see is not finite: the last key and value, the first query and its gradient."""
+    k[0, -1, :, 1], v[0, -1, :, 2], q[0, 0, :, 3], dout[0, 0, :, 4] = np.nan, np.inf, np.nan, -np.inf
+
+
+def infinite_key(problem, q, k, v, dout):
+    """A key whose score is -inf: it weighs nothing where it is seen."""
+    q[..., 0] = np.abs(q[..., 0]) + 0.5
+    k[0, k.shape[1] // 2, :, 0] = -np.inf
+
+
+def infinite_value(problem, q, k, v, dout):
+    v[0, v.shape[1] // 2, 0, 0] = np.inf
+
+
+NUMBERS = {
+    f.__name__.replace("_", " "): f
+    for f in (
+        *(normal, large, falling, rising, far_below, huge, steep, overflow, biased),
+        *(hidden_nan, infinite_key, infinite_value),
+    )
+}
+
+
+# ---- layouts: (B, S, H, D) views of other buffers
+
+
+def bordered(values):
+    """Rows of NaN before and after, columns of NaN behind."""
+    B, S, H, D = values.shape
+    view = np.full((B, S + 2, H, D + 8), np.nan, values.dtype)[:, 1:-1, :, :D]
+    view[...] = values
+    return view
+
+
+def heads_first(values):
+    """As (B, H, S, D) arrays have it; an odd distance between rows."""
+    B, S, H, D = values.shape
+    view = np.full((B, H, S + 2, D + 1), np.nan, values.dtype)[:, :, 1:-1, :D].swapaxes(1, 2)
+    view[...] = values
+    return view
+
+
+def reversed_rows(values):
+    return bordered(values[:, ::-1])[:, ::-1]
+
+
+def broadcast(values):
+    """All heads and batch entries are the first."""
+    return np.broadcast_to(bordered(values[:1, :, :1]), values.shape)
+
+
+def far_apart(axis, values):
+    """Neighbours along the axis are more than 32 bits apart in all; memory that nobody touches costs nothing."""
+    far = -(-(2**31) // (values.shape[axis] - 1) // 64) * 64 + 64
+    lengths = [far * values.shape[1], far, values.shape[3], 1]
+    if axis == 0:
+        lengths[:2] = far, values.shape[2] * values.shape[3]
+    size = 1 + sum((n - 1) * length for n, length in zip(values.shape, lengths, strict=True))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = np.frombuffer(mmap.mmap(-1, size * values.itemsize, flags=flags), values.dtype)
+    strides = [length * values.itemsize for length in lengths]
+    view = np.lib.stride_tricks.as_strided(memory, values.shape, strides)
+    view[...] = values
+    return view
+
+
+class FarOutput:
+    """An output full of NaN of which neighbours are far apart; in place of ``Guarded``."""
+
+    def __init__(self, axis, shape, dtype):
+        self.inside = far_apart(axis, np.full(shape, np.nan, dtype))
+
+    def checked(self):
+        return np.ascontiguousarray(self.inside)
+
+
+LAYOUTS = {
+    "bordered": bordered,
+    "heads first": heads_first,
+    "reversed": reversed_rows,
+    "broadcast": broadcast,
+    "far batches": functools.partial(far_apart, 0),
+    "far rows": functools.partial(far_apart, 1),
+}
+OUTPUTS = {"far batches": functools.partial(FarOutput, 0), "far rows": functools.partial(FarOutput, 1)}
+
+
+# ---- the table: (kind, options): shapes; then what is engineered
+
+_SHAPES = {
+    ("half", "plain"): [(1, 1), (33, 70), (70, 33, 2, 3, 1)],
+    ("half", "causal"): [(1, 37), (37, 1), (65, 65, 1, 4, 2), (95, 64), (31, 97)],
+    ("half", "top left"): [(40, 70), (70, 40)],
+    ("half", "window"): [(64, 64), (33, 97), (97, 33, 2, 2, 2)],
+    ("half", "left"): [(40, 66), (66, 40)],
+    ("half", "negative scale"): [(35, 67)],
+    ("half", "softcap"): [(67, 67, 1, 4, 1)],
+    ("half", "deterministic"): [(33, 65, 1, 4, 2)],
+    ("half", "deterministic causal"): [(65, 33), (97, 97, 2, 2, 1)],
+    ("half", "deterministic window"): [(96, 64), (64, 97)],
+    ("half narrow", "causal"): [(5, 5), (67, 35, 2, 3, 3)],
+    ("half narrow", "deterministic"): [(35, 67)],
+    ("bfloat", "plain"): [(31, 129), (129, 31)],
+    ("bfloat", "causal"): [(63, 65), (130, 130, 1, 2, 1)],
+    ("bfloat", "window"): [(100, 100), (33, 64)],
+    ("bfloat", "no scale"): [(17, 50)],
+    ("bfloat", "deterministic causal"): [(65, 65, 1, 6, 2)],
+    ("bfloat wide", "causal"): [(40, 130), (70, 64)],
+    ("bfloat wide", "deterministic"): [(33, 65)],
+    ("tf32", "plain"): [(33, 65, 2, 2, 1)],
+    ("tf32", "causal"): [(65, 65, 1, 4, 2), (40, 97)],
+    ("tf32", "softcap"): [(50, 50)],
+    ("tf32", "deterministic window"): [(65, 97)],
+    ("tf32 registers", "causal"): [(65, 40, 1, 2, 1), (1, 66)],
+    ("tf32 registers", "deterministic"): [(34, 66)],
+    ("float", "plain"): [(1, 1), (65, 70, 2, 3, 1)],
+    ("float", "causal"): [(1, 70), (70, 1), (130, 65, 1, 4, 2), (65, 130)],
+    ("float", "window"): [(64, 96), (130, 33, 1, 2, 2)],
+    ("float", "left"): [(66, 66)],
+    ("float", "negative scale"): [(70, 66)],
+    ("float", "softcap"): [(67, 99, 1, 4, 1)],
+    ("float narrow", "causal"): [(66, 70, 2, 2, 1)],
+    ("float wide", "top left"): [(40, 36)],
+    ("bfloat simt", "causal"): [(70, 70, 1, 6, 2)],
+    ("bfloat simt", "plain"): [(65, 33)],
+}
+
+CASES = {
+    str(case): case
+    for case in (
+        *(Case(*key, shape) for key, shapes in _SHAPES.items() for shape in shapes),
+        *(Case(kind, "causal", (70, 98), "large") for kind in ("half", "bfloat", "tf32", "float")),
+        *(Case(kind, "plain", (33, 130), "falling") for kind in ("half", "tf32", "float")),
+        *(Case(kind, "plain", (33, 130), "rising") for kind in ("half", "float")),
+        *(Case(kind, "causal", (40, 70), "far below") for kind in ("half", "float")),
+        *(Case(kind, "plain", (35, 70), "huge", gradients=False) for kind in ("half", "float")),
+        *(
+            Case(kind, options, (35, 35), "steep")
+            for kind in ("half", "float")
+            for options in ("diagonal", "deterministic diagonal")
+        ),
+        *(Case("half", options, (40, 70), "overflow") for options in ("plain", "deterministic", "causal")),
+        *(Case(kind, "causal", (40, 70), "biased") for kind in ("tf32", "half")),
+        *(
+            Case(kind, options, (70, 70), numbers)
+            for kind, options in (("half", "causal"), ("half", "deterministic causal"), ("float", "window"))
+            for numbers in ("hidden nan", "infinite key", "infinite value")
+        ),
+        *(Case(kind, "causal", (67, 67, 2, 2, 1), layout="heads first") for kind in ("half", "float")),
+        Case("half", "causal", (67, 67, 2, 2, 1), layout="reversed"),
+        Case("half", "plain", (40, 40, 2, 4, 4), layout="broadcast"),
+        *(Case(kind, "plain", (40, 66, 2, 2, 1), layout="far batches") for kind in ("half", "float")),
+        *(Case(kind, "plain", (65, 66), layout="far rows") for kind in ("half", "float")),
+        *(Case(kind, "causal", (40, 40, 1, 5, 5), l2="small L2") for kind in ("half", "float")),
+    )
+}
+
+
+# ---- running
+
+
+@functools.lru_cache(maxsize=8)
+def prepared(name):
+    """(problem, q, k, v, dout, the right answer) of a case."""
+    case = CASES[name]
+    kind = KINDS[case.kind]
+    Sq, Sk, B, H, Hk = (*case.shape, 1, 2, 1)[:5] if len(case.shape) == 2 else case.shape
+    D, Dv = kind.head_dims
+    rng = np.random.default_rng(list(map(ord, name)))
+    shapes = (B, Sq, H, D), (B, Sk, Hk, D), (B, Sk, Hk, Dv), (B, Sq, H, Dv)
+    numbers = [rng.standard_normal(shape) for shape in shapes]
+    rounded = [x.astype(DTYPES[kind.dtype]) for x in numbers]
+    options = OPTIONS[case.options] | {"precision": kind.precision}
+    problem = Problem.of(*rounded[:3], **options)
+    NUMBERS[case.numbers](problem, *numbers)
+    q, k, v, dout = (LAYOUTS[case.layout](x.astype(DTYPES[kind.dtype])) for x in numbers)
+    answer = Answer.of(problem, q, k, v, dout if case.gradients else None)
+    return problem, q, k, v, dout, answer
+
+
+def run(name, schedules=SCHEDULES, **runtime):
+    """Raises what is wrong with the kernels on a case; ``runtime`` are attributes of the HostRuntime."""
+    case = CASES[name]
+    kind = KINDS[case.kind]
+    problem, q, k, v, dout, answer = prepared(name)
+    limits = SMALL_L2 if case.l2 else kind.gpu
+    first = None
+    for schedule in schedules:
+        backend = EmulatedBackend(dict(kind.tiles), limits_=limits, options=schedule, **runtime)
+        backend.max_head_dim = backend.max_scores = None
+        backend.output = OUTPUTS.get(case.layout, Guarded)
+        out, lse = backend.forward(problem, q, k, v)
+        answer.assert_forward_close(out, lse)
+        results = [out, lse]
+        if case.gradients:
+            gradients = backend.backward(problem, dout, q, k, v, out, lse)
+            answer.assert_gradients_close(gradients)
+            if problem.deterministic:
+                results += gradients
+        first = first or results
+        for got, expected in zip(results, first, strict=True):
+            assert_bitwise(got, expected)
