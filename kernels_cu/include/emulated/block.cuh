@@ -30,6 +30,8 @@ bool meet_block(const char* name, bool predicate);
 using Describe = void (*)(const void* object, u32 detail, char* text, u64 bytes);
 void wait_for(const void* object, u32 detail, Describe describe);
 void wake(const void* object);
+/// Others may run before the calling thread goes on.
+void give_way();
 
 /// What another unit than the thread does, at some moment between its start and the wait that covers it (launch:
 /// copy_mode). It reads its operands at that moment, so that whoever touches them too early spoils the result.

@@ -56,8 +56,6 @@ struct Launch {
 
 constexpr u32 kMaxWarps = 32;
 constexpr u32 kMaxThreads = kLanes * kMaxWarps;
-// Shared addresses start here, so that 0 is not one; it keeps the arena's alignment.
-constexpr SharedAddress kSharedBase = 1024;
 constexpr u64 kSharedAlignment = 1024;
 // NaN in every floating-point type: what a kernel reads before it is written shows in the result.
 constexpr int kPoison = 0xff;
@@ -196,7 +194,7 @@ struct Queue {
 
 struct UnitTraits {
     const char *works, *wait;
-    u32 patience;  // in random mode: of how many meetings one moves some work on
+    u32 patience;  // of how many meetings one moves some work on, at random
 };
 constexpr UnitTraits kUnits[] = {{"asynchronous copies", "copy_async_wait", 4},
                                  {"bulk copies from shared memory", "bulk_wait", 4},
@@ -258,6 +256,7 @@ class Block {
     bool meet_block(const char* name, bool predicate);
     void wait_for(const void* object, u32 detail, Describe describe);
     void wake(const void* object);
+    void give_way();
     void start(Unit unit, Work* work);
     void commit(Unit unit) { ++queue(unit).groups_committed; }
     void wait(Unit unit, u32 pending);
@@ -301,6 +300,7 @@ class Block {
     bool any_result_ = false;
     u64 random_state_ = 1;
     Context main_;
+    CopyMode modes_[std::size(kUnits)];  // of the units in this block
     Queue loads_;
     std::vector<Signature> products_[kMaxThreads / kWarpgroup];  // of each warpgroup, by the first warp to start them
     Memory shared_, async_view_;
@@ -457,6 +457,11 @@ void Block::wake(const void* object) {
         }
 }
 
+void Block::give_way() {
+    perform_some();
+    run_next();
+}
+
 // ---- Asynchronous work.
 
 Queue& Block::queue(Unit unit) {
@@ -488,18 +493,18 @@ void Block::perform(Unit unit, u64 n) {
 void Block::start(Unit unit, Work* work) {
     Queue& own = queue(unit);
     own.items.push_back({std::unique_ptr<Work>(work), own.groups_committed});
-    if (launch.copy_mode == CopyMode::kAtIssue || (launch.copy_mode == CopyMode::kRandom && random(2) == 0))
+    const CopyMode mode = modes_[static_cast<u32>(unit)];
+    if (mode == CopyMode::kAtIssue || (mode == CopyMode::kRandom && random(2) == 0))
         perform(unit, own.items.size() - 1);
 }
 
-/// In random mode, a thread that comes to a meeting may find that some work has been done.
+/// A thread that comes to a meeting may find that some work has been done.
 void Block::perform_some() {
-    if (launch.copy_mode != CopyMode::kRandom)
-        return;
-    for (const Unit unit : {Unit::kCopies, Unit::kStores, Unit::kProducts, Unit::kLoads}) {
-        const Queue& own = queue(unit);
-        if (!own.items.empty() && random(kUnits[static_cast<u32>(unit)].patience) == 0)
-            perform(unit, random(static_cast<u32>(own.items.size())));
+    for (u32 n = 0; n < std::size(kUnits); ++n) {
+        const Unit unit = static_cast<Unit>(n);
+        const u32 count = static_cast<u32>(queue(unit).items.size());
+        if (count != 0 && modes_[n] == CopyMode::kRandom && random(kUnits[n].patience) == 0)
+            perform(unit, random(count));
     }
 }
 
@@ -574,6 +579,10 @@ bool Block::run(u32 index_) {
         std::memset(async_view_.get(), kPoison, launch.shared_bytes);
     }
     state = {};
+    // At random, one unit may be as fast and another as slow as can be: together they show more than in step.
+    for (CopyMode& mode : modes_)
+        mode = launch.copy_mode == CopyMode::kRandom ? static_cast<CopyMode>(random(3)) : launch.copy_mode;
+    modes_[static_cast<u32>(Unit::kCopies)] = launch.copy_mode;
     running_ = launch.threads;
     for (u32 w = 0; w < warps_used_; ++w) {
         warps_[w].running = ~0u;
@@ -631,6 +640,7 @@ void meet_warp(const char* name, void* operands, WarpOperation operation) {
 bool meet_block(const char* name, bool predicate) { return block->meet_block(name, predicate); }
 void wait_for(const void* object, u32 detail, Describe describe) { block->wait_for(object, detail, describe); }
 void wake(const void* object) { block->wake(object); }
+void give_way() { block->give_way(); }
 void start(Unit unit, Work* work) { block->start(unit, work); }
 void commit(Unit unit) { block->commit(unit); }
 void wait(Unit unit, u32 pending) { block->wait(unit, pending); }

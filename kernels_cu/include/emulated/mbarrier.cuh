@@ -22,10 +22,11 @@ namespace emulated {
 constexpr u64 kMark = 0x2b5;
 constexpr u32 kMaxBytesDue = (1 << 20) - 1;
 
+inline u32 offset(const Barrier& barrier) { return shared_address(&barrier) - kSharedBase; }
+
 inline Barrier& checked(Barrier& barrier, const char* who) {
-    const SharedAddress address = shared_address(&barrier);
-    if (reinterpret_cast<const Barrier*>(shared_pointer(address, 8, who))->mark != kMark)
-        fail("%s: there is no initialised barrier at shared address %u", who, address);
+    if (reinterpret_cast<const Barrier*>(shared_pointer(shared_address(&barrier), 8, who))->mark != kMark)
+        fail("%s: there is no initialised barrier at shared offset %u", who, offset(barrier));
     return barrier;
 }
 
@@ -40,30 +41,31 @@ inline void begin_next_phase_if_complete(Barrier& barrier) {
 /// An asynchronous copy has brought `bytes` bytes.
 inline void complete_bytes(Barrier& barrier, u32 bytes, const char* who) {
     if (checked(barrier, who).bytes_due < bytes)
-        fail("%s: brings %u bytes to the barrier at shared address %u, which expects %u", who, bytes,
-             shared_address(&barrier), static_cast<u32>(barrier.bytes_due));
+        fail("%s: brings %u bytes to the barrier at shared offset %u, which expects %u", who, bytes, offset(barrier),
+             static_cast<u32>(barrier.bytes_due));
     barrier.bytes_due -= bytes;
     begin_next_phase_if_complete(barrier);
 }
 
 inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
     if (checked(barrier, who).arrivals_due == 0)
-        fail("%s: all %u arrivals of phase %u have come to the barrier at shared address %u, only bytes are due", who,
-             static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.phase), shared_address(&barrier));
+        fail("%s: all %u arrivals of phase %u have come to the barrier at shared offset %u, only bytes are due", who,
+             static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.phase), offset(barrier));
     if (barrier.bytes_due + bytes > kMaxBytesDue)
         fail("%s: %u bytes in one phase, more than a barrier can count", who,
              static_cast<u32>(barrier.bytes_due) + bytes);
     barrier.bytes_due += bytes;
     --barrier.arrivals_due;
     begin_next_phase_if_complete(barrier);
+    give_way();
 }
 
 inline void describe_barrier(const void* object, u32 parity, char* text, u64 bytes) {
     const Barrier& barrier = *static_cast<const Barrier*>(object);
-    __builtin_snprintf(
-        text, bytes, "barrier_wait, parity %u, shared address %u: phase %u lacks %u of %u arrivals and %u bytes",
-        parity, shared_address(&barrier), static_cast<u32>(barrier.phase), static_cast<u32>(barrier.arrivals_due),
-        static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.bytes_due));
+    __builtin_snprintf(text, bytes,
+                       "barrier_wait, parity %u, shared offset %u: phase %u lacks %u of %u arrivals and %u bytes",
+                       parity, offset(barrier), static_cast<u32>(barrier.phase), static_cast<u32>(barrier.arrivals_due),
+                       static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.bytes_due));
 }
 
 }  // namespace emulated

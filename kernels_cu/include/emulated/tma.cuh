@@ -40,7 +40,7 @@ struct Box {
         if (reinterpret_cast<u64>(&map) % 64 != 0)
             fail("%s: the tensor map at %p is not aligned to 64 bytes", who, static_cast<const void*>(&map));
         if (shared % alignment != 0)
-            fail("%s: shared address %u is not aligned to %u bytes", who, shared, alignment);
+            fail("%s: shared offset %u is not aligned to %u bytes", who, shared - kSharedBase, alignment);
         return *this;
     }
 

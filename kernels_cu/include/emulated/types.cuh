@@ -45,6 +45,9 @@ DEVICE SharedAddress shared_address(const void* pointer);
 // What the headers of this folder ask of the block that is running; launch.cuh has the bodies.
 namespace emulated {
 
+/// Shared addresses start here, so that 0 is not one; it keeps the arena's alignment.
+constexpr SharedAddress kSharedBase = 1024;
+
 /// Ends the block, and with it the launch, with a message that names the calling thread.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 
