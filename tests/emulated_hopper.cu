@@ -128,3 +128,135 @@ KERNEL(256, 1) void multiply(PARAMS(ProductParams) params) {
         consume(params, shared);
     }
 }
+
+// ---- Boxes, stores and reductions.
+
+struct BoxParams {
+    TensorMap from, to;
+    float* sums;  // 32
+    i32 at[4], to_at[4];
+};
+
+struct BoxStorage {
+    alignas(1024) u8 box[8192];
+    alignas(16) float addends[32];
+    Barrier full;
+};
+
+DEVICE BoxStorage& box_storage() { return *reinterpret_cast<BoxStorage*>(shared_storage<SharedStorage>().A); }
+
+/// Loads a box, stores it elsewhere, and adds the lanes' indices to the sums, twice with two sources.
+KERNEL(32, 1) void move_box(PARAMS(BoxParams) params) {
+    BoxStorage& shared = box_storage();
+    if (lane_index() == 0) {
+        barrier_init(shared.full, 1);
+        barrier_init_fence();
+        tensor_map_prefetch(params.from);
+        barrier_arrive_expect(shared.full, CF_BOX_BYTES);
+        tma_load(shared.box, params.from, shared.full, params.at[0], params.at[1], params.at[2], params.at[3]);
+    }
+    warp_sync();
+    barrier_wait(shared.full, 0);  // FAULT(box_full)
+    if (lane_index() == 0) {
+        tma_store(params.to, shared.box, params.to_at[0], params.to_at[1], params.to_at[2], params.to_at[3]);
+        bulk_commit();
+    }
+    for (u32 n = 0; n < 2; ++n) {
+        shared.addends[lane_index()] = lane_index() + n;
+        fence_async_shared();  // FAULT(async_fence)
+        warp_sync();           // FAULT(addends)
+        if (lane_index() == 0) {
+            bulk_reduce_add(params.sums, shared.addends, sizeof shared.addends);
+            bulk_commit();        // FAULT(bulk_commit)
+            bulk_wait_read<0>();  // FAULT(bulk_wait)
+        }
+        warp_sync();
+    }
+}
+
+/// The box as it lies in shared memory.
+KERNEL(32, 1) void show_box(PARAMS(BoxParams) params) {
+    BoxStorage& shared = box_storage();
+    if (lane_index() != 0)
+        return;
+    barrier_init(shared.full, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(shared.full, CF_BOX_BYTES);
+    tma_load(shared.box, params.from, shared.full, params.at[0], params.at[1], params.at[2], params.at[3]);
+    barrier_wait(shared.full, 0);
+    for (u32 n = 0; n < CF_BOX_BYTES / 4; ++n)
+        params.sums[n] = reinterpret_cast<float*>(shared.box)[n];
+}
+
+// ---- Named barriers, registers, and what is not allowed.
+
+struct OutParams {
+    u32* out;
+};
+
+/// The first warpgroup writes, the second reads, twice over one word per thread.
+KERNEL(256, 1) void hand_over(PARAMS(OutParams) params) {
+    u32* words = reinterpret_cast<u32*>(shared_storage<SharedStorage>().A);
+    const u32 n = thread_index() % 128;
+    for (u32 round = 0; round < 2; ++round) {
+        if (warpgroup_index() == 0) {
+            if (round == 1)
+                named_sync(2, 256);  // FAULT(read)
+            words[n] = n + 1000 * round;
+            named_arrive(1, 256);  // FAULT(written)
+        } else {
+            named_sync(1, 256);  // FAULT(named_sync)
+            params.out[128 * round + n] = words[127 - n];
+            if (round == 0)
+                named_arrive(2, 256);
+        }
+    }
+}
+
+KERNEL(256, 1) void wrong_count(PARAMS(OutParams)) { named_sync(1, warp_index() == 0 ? 64 : 256); }
+KERNEL(256, 1) void wrong_barrier(PARAMS(OutParams)) { named_sync(16, 256); }
+/// 168 registers per thread at the start: 24 and twice 256 are more than three times that.
+KERNEL(384, 1) void too_many_registers(PARAMS(OutParams)) {
+    if (warpgroup_index() == 0)
+        registers_release<24>();
+    else
+        registers_acquire<256>();
+}
+
+KERNEL(128, 1) void one_warp_less(PARAMS(OutParams)) {
+    SharedStorage& shared = shared_storage<SharedStorage>();
+    if (warp_index() == 3)
+        return;
+    float d[kN / 2];
+    wgmma_fence();
+    Wgmma<Element, kN>::template shared<false>(d, matrix_descriptor(shared_address(shared.A), 0, 1024),
+                                               matrix_descriptor(shared_address(shared.B), 0, 1024));
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
+KERNEL(128, 1) void panel_misaligned(PARAMS(OutParams)) {
+    SharedStorage& shared = shared_storage<SharedStorage>();
+    float d[kN / 2];
+    wgmma_fence();
+    Wgmma<Element, kN>::template shared<false>(d, matrix_descriptor(shared_address(shared.A) + 256, 0, 1024),
+                                               matrix_descriptor(shared_address(shared.B), 0, 1024));
+}
+
+KERNEL(32, 1) void one_arrival_too_many(PARAMS(OutParams)) {
+    BoxStorage& shared = box_storage();
+    if (lane_index() != 0)
+        return;
+    barrier_init(shared.full, 1);
+    barrier_arrive_expect(shared.full, 16);
+    barrier_arrive(shared.full);
+}
+
+KERNEL(32, 1) void written_without_fence(PARAMS(OutParams) params) {
+    if (lane_index() != 0)
+        return;
+    box_storage().addends[0] = 1.0f;
+    bulk_reduce_add(reinterpret_cast<float*>(params.out), box_storage().addends, 16);
+    bulk_commit();
+    bulk_wait<0>();
+}

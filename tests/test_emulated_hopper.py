@@ -1,13 +1,16 @@
 """The host twins of Hopper's asynchronous units: a pipeline of TMA, mbarrier and wgmma against NumPy; its faults."""
 
 import functools
+import re
 import struct
 from pathlib import Path
 
+import compiling
 import ml_dtypes
 import numpy as np
 import pytest
 
+from cupyflash import dispatch
 from cupyflash.runtime import emulated
 from cupyflash.runtime.host import HostRuntime
 from cupyflash.runtime.source import flatten
@@ -16,6 +19,17 @@ SOURCE = Path(__file__).with_name("emulated_hopper.cu")
 ROWS, PANEL, STAGES = 64, 64, 2
 ORDERS = ("forward", "reverse", "random")
 COPY_MODES = ("issue", "wait", "random")
+FORMS = [
+    {"n": 16},
+    {"n": 256},
+    {"n": 96, "depth": 128},
+    {"n": 80, "b_transposed": True},
+    {"n": 256, "depth": 16, "b_transposed": True},
+    {"n": 192, "depth": 128, "b_transposed": True, "a_registers": True, "bfloat": True},
+    {"n": 128, "a_registers": True},
+    {"n": 64, "a_transposed": True},
+    {"n": 128, "depth": 32, "a_transposed": True, "b_transposed": True, "bfloat": True},
+]
 
 pytestmark = [
     pytest.mark.emulated,
@@ -60,6 +74,7 @@ class Pipeline:
                 "CF_REGISTERS_A": int(a_registers),
                 "CF_MORE_BYTES": 0,
                 "CF_WRONG_PARITY": 0,
+                "CF_BOX_BYTES": 0,
                 "CF_SHARED_BYTES": self.shared_bytes(),
                 "CF_ARCH": 90,
             }
@@ -116,21 +131,213 @@ def test_pipeline_in_every_order(order, copy_mode):
         np.testing.assert_array_equal(D, expected)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"n": 16},
-        {"n": 256},
-        {"n": 96, "depth": 128},
-        {"n": 80, "b_transposed": True},
-        {"n": 256, "depth": 16, "b_transposed": True},
-        {"n": 192, "depth": 128, "b_transposed": True, "a_registers": True, "bfloat": True},
-        {"n": 128, "a_registers": True},
-        {"n": 64, "a_transposed": True},
-        {"n": 128, "depth": 32, "a_transposed": True, "b_transposed": True, "bfloat": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_of_the_product(form):
     D, expected = Pipeline(**form).run(blocks=3)
     np.testing.assert_array_equal(D, expected)
+
+
+# ---- Boxes, stores and reductions.
+
+WIDE = np.float32  # of 32 elements in a row of 128 bytes
+
+
+def box_map(array, box):
+    """Of a (d3, d2, d1, d0) array and a box with its innermost size first."""
+    return HostRuntime().tensor_map(array.ctypes.data, array.shape[::-1], array.strides[2::-1], box, array.itemsize)
+
+
+def box_run(kernel, from_map, to_map, sums, at, to_at, box_bytes, fault=None, **options):
+    pipeline = Pipeline(CF_BOX_BYTES=box_bytes)
+    params = from_map + to_map + struct.pack("<Q8i24x", sums.ctypes.data, *at, *to_at)
+    library = build(fault, tuple(pipeline.defines.items()))
+    shared_bytes = pipeline.defines["CF_SHARED_BYTES"]
+    emulated.launch(library, kernel, 1, params, threads=32, shared_bytes=shared_bytes, **options)
+
+
+def box_of(array, at, box):
+    """The box at the coordinates, zero outside the array; sizes and coordinates innermost first."""
+    indices = np.ix_(*(np.arange(c, c + size) for c, size in zip(at[::-1], box[::-1], strict=True)))
+    inside = functools.reduce(np.logical_and, (((i >= 0) & (i < n)) for i, n in zip(indices, array.shape, strict=True)))
+    clipped = (np.clip(i, 0, n - 1) for i, n in zip(indices, array.shape, strict=True))
+    return np.where(inside, array[tuple(clipped)], 0)
+
+
+TENSOR = np.random.default_rng(0).standard_normal((3, 4, 10, 36)).astype(WIDE)
+BOX = (32, 5, 2, 2)
+BOX_BYTES = 128 * 5 * 2 * 2
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0, 0), (4, 5, 2, 1), (8, 7, 3, 2), (-3, -2, -1, -1), (40, 0, 0, 0)])
+def test_boxes_are_zero_outside_the_tensor_and_swizzled(at):
+    shown = np.zeros(BOX_BYTES // 4, WIDE)
+    box_run("show_box", box_map(TENSOR, BOX), box_map(TENSOR, BOX), shown, at, at, BOX_BYTES)
+    rows = box_of(TENSOR, at, BOX).reshape(-1, 8, 4)  # 16-byte chunks
+    swizzled = np.empty_like(rows)
+    for n, row in enumerate(rows):
+        swizzled[n, np.arange(8) ^ n % 8] = row
+    np.testing.assert_array_equal(shown, swizzled.ravel())
+
+
+@pytest.mark.parametrize("copy_mode", COPY_MODES)
+@pytest.mark.parametrize("to_at", [(0, 0, 0, 0), (10, 6, -1, 2), (-5, 8, 3, 0)])
+def test_boxes_are_stored_inside_the_tensor_only(to_at, copy_mode):
+    target, sums = np.full_like(TENSOR, 7), np.zeros(32, np.float32)
+    box_run(
+        "move_box",
+        box_map(TENSOR, BOX),
+        box_map(target, BOX),
+        sums,
+        (4, 5, 2, 1),
+        to_at,
+        BOX_BYTES,
+        copy_mode=copy_mode,
+    )
+    padded = np.full([n + 2 * 40 for n in TENSOR.shape], 7, WIDE)
+    place = tuple(slice(40 + c, 40 + c + size) for c, size in zip(to_at[::-1], BOX[::-1], strict=True))
+    padded[place] = box_of(TENSOR, (4, 5, 2, 1), BOX)
+    np.testing.assert_array_equal(target, padded[tuple(slice(40, 40 + n) for n in TENSOR.shape)])
+    np.testing.assert_array_equal(sums, 2 * np.arange(32) + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"address": 8}, "address 0x8"),
+        ({"byte_strides": (16, 24, 16)}, "multiples of 16"),
+        ({"box": (64, 257, 1, 1)}, "box is"),
+        ({"box": (32, 8, 1, 1)}, "rows 128 bytes"),
+        ({"sizes": (64, 0, 1, 1)}, "sizes are"),
+    ],
+)
+def test_maps_that_the_driver_refuses(change, message):
+    good = {"address": 16, "sizes": (64, 8, 1, 1), "byte_strides": (128, 16, 16), "box": (64, 8, 1, 1), "itemsize": 2}
+    assert len(HostRuntime().tensor_map(**good)) == 128
+    with pytest.raises(ValueError, match=message):
+        HostRuntime().tensor_map(**good | change)
+
+
+def test_named_barriers():
+    for order in ORDERS:
+        out = np.zeros(256, np.uint32)
+        misuse("hand_over", out, order=order)
+        np.testing.assert_array_equal(out, [*range(127, -1, -1), *range(1127, 999, -1)])
+
+
+# ---- Faults.
+
+
+def misuse(kernel, out=None, threads=256, fault=None, **options):
+    pipeline = Pipeline(CF_BOX_BYTES=0)
+    out = np.zeros(256, np.uint32) if out is None else out
+    library = build(fault, tuple(pipeline.defines.items()))
+    params = struct.pack("P", out.ctypes.data)
+    shared_bytes = pipeline.defines["CF_SHARED_BYTES"]
+    emulated.launch(library, kernel, 1, params, threads=threads, shared_bytes=shared_bytes, **options)
+
+
+def caught(run, seeds):
+    """Whether a run fails or goes wrong for one of the seeds, and the messages."""
+    messages = []
+    for seed in range(seeds):
+        for order in ORDERS:
+            try:
+                result, expected = run(seed=seed, order=order)
+                messages += [] if np.array_equal(result, expected) else ["wrong"]
+            except RuntimeError as error:
+                messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("empty", r"deadlock|wrong"),
+        ("full", r"wrong"),
+        ("fence", r"wgmma: no wgmma_fence since the last wgmma_wait"),
+        ("commit", r"wgmma_wait: no wgmma_commit since the last product"),
+        ("wait", r"returned with \d+ products that no wgmma_wait has covered"),
+        (
+            "release",
+            r"warp 4, lanes 0-0: at barrier_wait, parity 0, shared offset \d+: phase 0 lacks 128 of 128 arrivals",
+        ),
+        ("init", r"tma_load: no barrier_init_fence since barrier_init"),
+        ("sync", r"there is no initialised barrier at shared offset \d+"),
+        ({"CF_RELEASE_EARLY": 1}, r"wrong"),
+        ({"CF_RELEASE_EARLY": 1, "a_registers": True}, r"wrong"),
+        ({"CF_WRONG_PARITY": 1}, r"warp 0, lanes 0-31: at barrier_wait, parity 0, .*: phase 0 lacks 1 of 1"),
+        ({"CF_MORE_BYTES": 16}, r"phase 0 lacks 0 of 1 arrivals and 16 bytes"),
+        (
+            {"CF_MORE_BYTES": -128},
+            r"tma_load: brings 8192 bytes to the barrier at shared offset \d+, which expects 8064",
+        ),
+    ],
+    ids=str,
+)
+def test_faults_in_the_pipeline_are_caught(fault, message):
+    pipeline = Pipeline(**fault) if isinstance(fault, dict) else Pipeline()
+    messages = caught(functools.partial(pipeline.run, fault=fault if isinstance(fault, str) else None), seeds=12)
+    assert any(re.search(message, found) for found in messages), messages[:1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("box_full", r"wrong|loads that no barrier_wait has covered"),
+        ("bulk_commit", r"wrong|bulk_reduce_add: reads shared|2 bulk copies .* that no bulk_wait has covered"),
+        ("async_fence", r"bulk_reduce_add: reads shared offset \d+, where a thread has written"),
+        ("addends", r"wrong"),
+        ("bulk_wait", r"bulk_reduce_add: reads shared|bulk copies from shared memory that no bulk_wait has covered"),
+    ],
+)
+def test_faults_around_stores_are_caught(fault, message):
+    def run(**options):
+        target, sums = np.full_like(TENSOR, 7), np.zeros(32, np.float32)
+        at = (0, 0, 0, 0)
+        box_run("move_box", box_map(TENSOR, BOX), box_map(target, BOX), sums, at, at, BOX_BYTES, fault, **options)
+        moved = np.array_equal(box_of(target, at, BOX), box_of(TENSOR, at, BOX))
+        return np.append(sums, moved), np.append(2 * np.arange(32) + 1, True)
+
+    messages = caught(run, seeds=6)
+    assert any(re.search(message, found) for found in messages), messages[:1]
+
+
+@pytest.mark.parametrize("fault", ["read", "written", "named_sync"])
+def test_faults_around_named_barriers_are_caught(fault):
+    def run(**options):
+        out = np.zeros(256, np.uint32)
+        misuse("hand_over", out, fault=fault, **options)
+        return out, [*range(127, -1, -1), *range(1127, 999, -1)]
+
+    assert caught(run, seeds=2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "threads", "message"),
+    [
+        ("wrong_count", 256, r"named_sync: barrier 1 for (64|256) threads, while others use it for (64|256)"),
+        ("wrong_barrier", 256, r"named_sync: barrier 16 for 256 threads; there are barriers 1 to 15"),
+        ("too_many_registers", 384, r"at registers_acquire of 256 per thread: the block has \d+ left"),
+        ("one_warp_less", 128, r"warp 3 took part in 0 of the 1 products of its warpgroup"),
+        ("panel_misaligned", 128, r"wgmma: address 1280, .*: not panels aligned to 1024 bytes"),
+        ("one_arrival_too_many", 32, r"barrier_arrive: all 1 arrivals of phase 0 have come to the barrier"),
+        ("written_without_fence", 32, r"bulk_reduce_add: reads shared offset \d+, where a thread has written"),
+    ],
+)
+def test_misuse_is_reported(kernel, threads, message):
+    with pytest.raises(RuntimeError, match=message):
+        misuse(kernel, threads=threads)
+
+
+# ---- The same kernels on the other platform.
+
+
+@pytest.mark.skipif(bool(compiling.missing()), reason=compiling.missing() or "NVRTC works")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms_compile_for_hopper(form):
+    """Every wrapper, as ptxas sees it: no spill, no warning, no serialised product."""
+    defines = tuple(Pipeline(**form, CF_BOX_BYTES=BOX_BYTES).defines.items())
+    kernel = dispatch.Kernel(str(SOURCE), "multiply", defines, 256, 0)
+    log = compiling.compile_cuda(kernel, "sm_90a", "--ptxas-options=-v")
+    assert not re.search(r"warning|serializ|setmaxnreg ignored|C75\d\d", log, re.I), log
+    assert all(usage.spill_bytes == 0 for usage in compiling.usage(log).values()), log
