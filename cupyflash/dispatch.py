@@ -23,7 +23,8 @@ _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source f
     ("mma", "backward_dkv"): ("backward_mma.cu", "backward_mma"),
     ("mma", "backward_dq"): ("backward_dq_mma.cu", "backward_dq_mma"),
     ("simt", "forward"): ("forward_simt.cu", "forward_simt"),
-    ("simt", "backward_dkv"): ("backward_simt.cu", "backward_dkv_simt"),
+    ("simt", "backward"): ("backward_simt.cu", "backward_simt"),
+    ("simt", "backward_dkv"): ("backward_simt.cu", "backward_simt"),
     ("simt", "backward_dq"): ("backward_dq_simt.cu", "backward_dq_simt"),
 }
 
@@ -52,7 +53,7 @@ class Plan:
     Attributes:
         launches: (kernel, number of blocks).
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
-        dq_floats: float32 workspace in which dQ is summed; 0 where dQ has a kernel of its own.
+        dq_floats: float32 workspace in which dQ is summed; 0 where it is summed in place or has a kernel of its own.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from ("tuned", "heuristic" or "given").
     """
@@ -105,9 +106,7 @@ def plan_forward(problem: Problem, vector_bytes: int, limits: Limits, given: Giv
 
 def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None) -> Plan:
     """The launches of a backward pass: per-row preparation, the main kernel, and dQ."""
-    summed = not problem.deterministic and any(
-        config.family == "mma" for config in heuristics.candidates("backward", problem, limits)
-    )
+    summed = not problem.deterministic and bool(heuristics.candidates("backward", problem, limits))
     task: Task = "backward" if summed else "backward_dkv"
     config, origin = choose(task, problem, limits, given)
     main = _kernel(task, config, problem, vector_bytes, limits)
@@ -118,6 +117,8 @@ def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Gi
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + (4 * problem.head_dim if summed else 0)
     section = _section(problem, problem.seqlen_q * row_bytes * problem.group, problem.num_kv_heads, limits)
 
+    if summed and config.family == "simt":
+        return Plan(((rows, query_blocks), (main, key_blocks)), delta_floats, 0, section, ((task, config, origin),))
     if summed:
         tile_d, _ = tile_head_dims(problem.head_dim, problem.head_dim_v)
         store_bytes = config.Br * tile_d * problem.itemsize

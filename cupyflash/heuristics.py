@@ -128,13 +128,16 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 
 
 def _simt_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
-    if task == "backward":  # dQ has a kernel of its own in this family
+    if task == "backward" and problem.dtype != "float32":  # dQ has a kernel of its own
         return []
     d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     try:
-        return [TileConfig("simt", *resources_simt.default_tiles(task, d, dv, limits.shared_bytes))]
+        tiles = resources_simt.default_tiles(task, d, dv, limits.shared_bytes)
     except ValueError:  # nothing fits; no GPU from sm_75 on is that small
         return []
+    Br, _, warps, _ = tiles
+    split = resources_simt.warps_over_dq_columns(Br, d, warps) if task == "backward" else 1
+    return [TileConfig("simt", *tiles, dq_warps_d=split)]
 
 
 def _first_fit(table: _Table, head_dim: int) -> tuple[tuple[int, ...], ...]:

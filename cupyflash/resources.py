@@ -19,6 +19,7 @@ _RESERVED_SHARED_BYTES = 1024  # per block, taken by the system from sm_80 on
 
 _SIMT_SHARED_BYTES = {
     "forward": resources_simt.forward_shared_bytes,
+    "backward": resources_simt.backward_dkv_shared_bytes,
     "backward_dkv": resources_simt.backward_dkv_shared_bytes,
     "backward_dq": resources_simt.backward_dq_shared_bytes,
 }
@@ -103,6 +104,8 @@ def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits
         reason = _why_not_mma(problem, limits) or _why_uneven(task, config, d, dv)
         if reason:
             return reason
+    elif task == "backward" and problem.dtype != "float32":
+        return f"dQ is summed in place, in float32; the gradients are {problem.dtype}"
     if config.threads > 1024:
         return f"{config.warps} warps are {config.threads} threads; a block has at most 1024"
     need = shared_bytes(task, config, problem)

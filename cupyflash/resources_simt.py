@@ -32,11 +32,19 @@ def backward_dq_shared_bytes(Br: int, Bc: int, d: int, dv: int, stages: int, ite
     return Br * (d + dv) * itemsize + stages * streamed + Br * Bc * _FLOAT
 
 
+def warps_over_dq_columns(Br: int, d: int, warps: int) -> int:
+    """How many warps share the head dims of dQ: as few as leave a warp 8 queries, but 8 columns are a warp's least."""
+    split = 1
+    while Br * split < 8 * warps and d % (16 * split) == 0:
+        split *= 2
+    return split
+
+
 def default_tiles(direction: str, d: int, dv: int, shared_limit: int) -> tuple[int, int, int, int]:
     """Tiles for a pass where nothing has been measured, by the shared memory that a block may use.
 
     Args:
-        direction: "forward", "backward_dkv" or "backward_dq".
+        direction: "forward", "backward", "backward_dkv" or "backward_dq".
         d, dv: head dims of tiles.
         shared_limit: in bytes.
 
@@ -62,6 +70,11 @@ _DEFAULTS = {
         64: {163: (128, 64, 4), 99: (128, 32, 4), 48: (64, 32, 2)},
         128: {163: (64, 64, 4), 99: (64, 32, 4), 64: (32, 32, 2), 48: (32, 16, 2)},
         256: {227: (128, 32, 8), 163: (64, 32, 8), 99: (32, 16, 4), 64: (16, 16, 2), 48: (8, 16, 1)},
+    },
+    "backward": {
+        64: {99: (64, 64, 4), 64: (32, 64, 4), 48: (32, 32, 2)},
+        128: {227: (32, 128, 8), 163: (32, 64, 4), 99: (32, 32, 4), 64: (16, 32, 4), 48: (16, 16, 2)},
+        256: {227: (32, 64, 8), 163: (32, 32, 4), 99: (16, 32, 4), 64: (8, 16, 2), 48: (8, 8, 1)},
     },
     "backward_dkv": {
         64: {99: (64, 64, 4), 64: (32, 64, 4), 48: (32, 32, 2)},

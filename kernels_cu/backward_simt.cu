@@ -1,16 +1,18 @@
-// FlashAttention-2 backward, Algorithm 2 of arXiv:2307.08691, by plain float32 multiply-adds (every GPU): dK and dV.
+// FlashAttention-2 backward, Algorithm 2 of arXiv:2307.08691, by plain float32 multiply-adds (every GPU).
 //
 // A block owns kBc keys of one key/value head, a warp kWarpKeys of them, and walks over the query tiles that see them, for
 // every query head of the group, so that dK and dV are summed over the group in registers and in a fixed order. It works on
 // the transposes, with the keys as rows:
-//   dP^T = V dO^T,  S^T = K Q^T,  P^T = exp(S^T - LSE),  dS^T = P^T (dP^T - delta),  dV += P^T dO,  dK += dS^T Q
-// With one stage Q_i is fetched under dP, and dO_{i+1} under dK; with two both are fetched a whole tile ahead. P and dS pass
-// between the lanes of a warp through the same shared memory, one after the other. dQ is backward_dq_simt's.
+//   dP^T = V dO^T,  S^T = K Q^T,  P^T = exp(S^T - LSE),  dS^T = P^T (dP^T - delta),  dV += P^T dO,  dK += dS^T Q,  dQ += dS K
+// With one stage Q_i is fetched under dP, and dO_{i+1} under dK and dQ; with two both are fetched a whole tile ahead. P and
+// dS pass between lanes through the same shared memory, one after the other. Only dQ sums over keys of other blocks: float32
+// reductions add to it where the caller wants it.
 #include "params.cuh"
 #include "backward_rows.cuh"
 #include "band.cuh"
 #include "copy_tile.cuh"
 #include "hidden.cuh"
+#include "platform/reduce.cuh"
 #include "probability.cuh"
 #include "row_tile.cuh"
 #include "schedule.cuh"
@@ -21,10 +23,21 @@
 constexpr u32 kWarpKeys = kBc / kWarps;
 static_assert(kWarpKeys * kWarps == kBc, "warps share the keys evenly");
 
+constexpr bool kSumDq = CF_SUM_DQ;  // false: backward_dq_simt computes dQ, in a fixed order
+static_assert(!kSumDq || sizeof(Element) == sizeof(float), "dQ is summed in place");
+
 constexpr u32 kLanesM = lanes_over_rows(kWarpKeys, kBr);
 using ScoreTile = ThreadTile<kWarpKeys, kBr, kLanesM, 1>;
 using GradientK = ThreadTile<kWarpKeys, kD, kLanesM, 4>;
 using GradientV = ThreadTile<kWarpKeys, kDv, kLanesM, 4>;
+
+constexpr u32 kWarpsDqD = kSumDq ? CF_WARPS_DQ_D : 1;       // dQ: warps over head dims ...
+constexpr u32 kWarpsDqQ = kSumDq ? kWarps / kWarpsDqD : 1;  // ... and queries
+constexpr u32 kDqRows = kBr / kWarpsDqQ, kDqCols = kD / kWarpsDqD;
+static_assert(kDqRows * kWarpsDqQ == kBr && kDqCols * kWarpsDqD == kD, "warps share dQ evenly");
+constexpr u32 kDqLanesM = lanes_over_rows(kDqRows, kDqCols);
+constexpr u32 kDqRowRun = kDqRows / kDqLanesM % 4 == 0 ? 4 : kDqRows / kDqLanesM % 2 == 0 ? 2 : 1;
+using GradientQ = ThreadTile<kDqRows, kDqCols, kDqLanesM, 4, kDqRowRun>;
 
 /// The keys of one key/value head that a block works on.
 struct Work {
@@ -84,7 +97,8 @@ DEVICE void hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query,
     for (u32 m = 0; m < ScoreTile::kM; ++m) {
         // Relative to this lane's first column, so that the comparisons below are with constants.
         const i32 origin = first_query + static_cast<i32>(P.col(0));
-        const Range queries = band.queries_of(first_key + static_cast<i32>(P.row(m))).from(origin);
+        const Range queries =
+            band.queries_of(static_cast<i32>(opaque(first_key)) + static_cast<i32>(P.row(m))).from(origin);
 #pragma unroll
         for (u32 n = 0; n < ScoreTile::kN; ++n) {
             const i32 col = static_cast<i32>(ScoreTile::kLanesN * n);
@@ -96,8 +110,80 @@ DEVICE void hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query,
     }
 }
 
-/// dK and dV of one block's keys. careful: hidden non-finite values of Q and dO are kept out. Returns whether both are
-/// finite, if anything can be hidden.
+/// A head's dQ.
+DEVICE float* dq_of(const BackwardParams& params, i32 batch, i32 head) {
+    return reinterpret_cast<float*>(params.dq + batch * params.dq_batch_stride + head * params.dq_head_stride);
+}
+
+/// Zeros to add to, in this block's query tile.
+DEVICE void clear_dq(const BackwardParams& params) {
+    using Piece = typename Word<kVectorBytes>::type;
+    const QueryTile tile(params);
+    const i32 first_query = tile.index * static_cast<i32>(kBr), rows_left = params.seqlen_q - first_query;
+    for_each_piece<RowTile<Element, kBr, kD, ReadBy::kOneRow>>(
+        params.dq + tile.batch * params.dq_batch_stride + tile.head * params.dq_head_stride +
+            first_query * params.dq_row_stride,
+        params.dq_row_stride, [&](u32 row, u32 col, Element* piece) {
+            if (static_cast<i32>(row) < rows_left && col < kHeadDim)
+                *reinterpret_cast<Piece*>(piece) = Piece{};
+        });
+}
+
+/// Adds four neighbouring elements of a row of dQ, as many at a time as lie aligned.
+DEVICE void add_to_row(float* row, u32 col, const float (&x)[4]) {
+    if (kVectorBytes == 16) {
+        if (kHeadDim == kD || col < kHeadDim)
+            reduce_add4(row + col, x[0], x[1], x[2], x[3]);
+    } else if (kVectorBytes == 8) {
+#pragma unroll
+        for (u32 n = 0; n < 4; n += 2)
+            if (kHeadDim == kD || col + n < kHeadDim)
+                reduce_add2(row + col + n, x[n], x[n + 1]);
+    } else {
+#pragma unroll
+        for (u32 n = 0; n < 4; ++n)
+            if (kHeadDim == kD || col + n < kHeadDim)
+                reduce_add(row + col + n, x[n]);
+    }
+}
+
+/// Adds this warp's part of dQ, whose first row is at `first`.
+DEVICE void add_to_dq(float* first, i64 row_stride, i32 rows_left, u32 first_col, const GradientQ& dQ) {
+#pragma unroll
+    for (u32 m = 0; m < GradientQ::kM; ++m) {
+        if (static_cast<i32>(dQ.row(m)) >= rows_left)
+            continue;
+        float* row = first + dQ.row(m) * row_stride;
+#pragma unroll
+        for (u32 n = 0; n < GradientQ::kFours; n += 4)
+            add_to_row(row, first_col + dQ.col(n),
+                       {dQ.x[m][n][0], dQ.x[m][n + 1][0], dQ.x[m][n + 2][0], dQ.x[m][n + 3][0]});
+#pragma unroll
+        for (u32 n = GradientQ::kFours; n < GradientQ::kN; ++n)
+            if (kHeadDim == kD || first_col + dQ.col(n) < kHeadDim)
+                reduce_add(row + first_col + dQ.col(n), dQ.x[m][n][0]);
+    }
+}
+
+/// Puts what was visible of cleaned keys into dQ: NaN, since their weights may be negative or 0.
+DEVICE void restore_dq(const BackwardParams& params, const Work& work, const Element* k, const Band& band) {
+#pragma unroll 1
+    for (u32 col = thread_index(); col < kHeadDim; col += kThreads)
+#pragma unroll 1
+        for (i32 key = work.keys.first; key < work.keys.end; ++key) {
+            if (is_finite(to_float(k[key * params.k_row_stride + col])))
+                continue;
+            const Range queries = band.queries_of(key);
+#pragma unroll 1
+            for (i32 head = work.kv_head * params.group; head < (work.kv_head + 1) * params.group; ++head)
+#pragma unroll 1
+                for (i32 query = queries.first; query < queries.end; ++query)
+                    reduce_add(dq_of(params, work.batch, head) + query * params.dq_row_stride + col, not_a_number());
+        }
+}
+
+/// dK and dV of one block's keys, and what these add to dQ. careful: computes dK and dV once more, and hidden non-finite
+/// values of Q and dO are kept out. Returns whether both are finite, if anything can be hidden.
 DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const Work work(params);
@@ -133,38 +219,37 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
     GradientV dV;
     dK.clear();
     dV.clear();
-    load_tile<kHeadDim>(shared.K, params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride,
-                        params.k_row_stride, work.keys.first, params.seqlen_k);
+    const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
+    load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
     load_tile<kHeadDimV>(shared.V, params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride,
                          params.v_row_stride, work.keys.first, params.seqlen_k);
     copy_async_commit();
     i32 head = 0, tile = tiles.first;
-    auto advance = [&] {
-        if (++tile == tiles.end) {
-            tile = tiles.first;
-            ++head;
-        }
-    };
     if (!tiles.empty()) {
         load_dO(0, tile, 0);
         if (kStages > 1)
             load_Q(0, tile, 0);
+    }
+    bool key_nonfinite = false;  // a key has a NaN or infinity, to be kept out of dQ of the queries that do not see it
+    if (kSumDq && kBand && !careful) {
+        copy_async_wait<0>();
+        block_sync();
+        key_nonfinite = has_nonfinite(shared.K);
     }
 
     u32 stage = 0;
 #pragma unroll 1
     while (head < params.group && !tiles.empty()) {
         const i32 first_query = tile * static_cast<i32>(kBr);
+        const i32 next_tile = tile + 1 < tiles.end ? tile + 1 : tiles.first;
+        const i32 next_head = next_tile == tiles.first ? head + 1 : head;
         copy_async_wait<0>();
         block_sync();  // dO_i has landed, and nobody reads Q_{i-1}, the weights or the other stage any more
         if (kStages == 1) {
             load_Q(head, tile, 0);
-        } else {
-            advance();
-            if (head < params.group) {
-                load_dO(head, tile, stage ^ 1);
-                load_Q(head, tile, stage ^ 1);
-            }
+        } else if (next_head < params.group) {
+            load_dO(next_head, next_tile, stage ^ 1);
+            load_Q(next_head, next_tile, stage ^ 1);
         }
 
         const Range queries = {first_query, first_query + static_cast<i32>(kBr)};
@@ -183,24 +268,35 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
         auto after_dV = [&] {
             if (kStages == 1) {
                 block_sync();  // nobody reads dO_i or P^T any more
-                advance();
-                if (head < params.group)
-                    load_dO(head, tile, 0);
+                if (next_head < params.group)
+                    load_dO(next_head, next_tile, 0);
             } else {
                 warp_sync();
             }
+        };
+        auto dS_stored = [&] {
+            if (kSumDq)
+                block_sync();  // dS is complete
+            else
+                warp_sync();  // the warp's rows of dS^T are complete
         };
         if (kBand && !band.any_visible(queries, keys)) {
             after_dP();  // near the diagonal some warps have keys that no query of the tile sees
             before_dV();
             after_dV();
+            if (kSumDq) {
+                ScoreTile zero;
+                zero.clear();
+                store_result(shared.weights, zero, opaque(warp_key));
+            }
+            dS_stored();
         } else {
             ScoreTile S, dP;
             dP.clear();
-            add_product_transposed(dP, shared.V, warp_key, shared.dO[stage]);  // dP^T = V dO^T
+            add_product_transposed(dP, shared.V, opaque(warp_key), shared.dO[stage]);  // dP^T = V dO^T
             after_dP();
             S.clear();
-            add_product_transposed(S, shared.K, warp_key, shared.Q[stage]);  // S^T = K Q^T
+            add_product_transposed(S, shared.K, opaque(warp_key), shared.Q[stage]);  // S^T = K Q^T
             const float* lse = shared.lse[stage];
             const float* delta = shared.delta[stage];
             bool fused = true;
@@ -214,16 +310,43 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
             if (!band.all_visible(queries, keys) || queries.end > params.seqlen_q)
                 hide(S, dP, band, first_query, keys.first);
             before_dV();
-            store_result(shared.weights, S, warp_key);
-            warp_sync();                                                  // the warp's rows of P^T are complete
-            add_product(dV, shared.weights, warp_key, shared.dO[stage]);  // dV += P^T dO
+            store_result(shared.weights, S, opaque(warp_key));
+            warp_sync();                                                          // the warp's rows of P^T are complete
+            add_product(dV, shared.weights, opaque(warp_key), shared.dO[stage]);  // dV += P^T dO
             after_dV();
-            store_result(shared.weights, dP, warp_key);
-            warp_sync();
-            add_product(dK, shared.weights, warp_key, shared.Q[stage]);  // dK += dS^T Q
+            store_result(shared.weights, dP, opaque(warp_key));
+            dS_stored();
+            add_product(dK, shared.weights, opaque(warp_key), shared.Q[stage]);  // dK += dS^T Q
         }
+        if (kSumDq && !careful) {
+            // This warp's part, not kept: registers are short.
+            const u32 warp = opaque(warp_index()), dq_row = warp / kWarpsDqD * kDqRows,
+                      dq_col = warp % kWarpsDqD * kDqCols;
+            const bool clean = kBand && key_nonfinite && !band.all_visible(queries, block_keys);
+            if (clean)
+                clear_nonfinite(shared.K);
+            if (!kBand || band.any_visible(queries.part(dq_row, kDqRows), block_keys)) {
+                GradientQ dQ;
+                dQ.clear();
+                add_product_of_columns(dQ, shared.weights, dq_row, shared.K, dq_col);  // dQ += dS K
+                dQ.multiply(params.scale);
+                const i32 first_row = first_query + static_cast<i32>(dq_row);
+                add_to_dq(
+                    dq_of(params, work.batch, work.kv_head * params.group + head) + first_row * params.dq_row_stride,
+                    params.dq_row_stride, params.seqlen_q - first_row, dq_col, dQ);
+            }
+            if (clean) {
+                block_sync();  // K, cleaned above, is read no more: fetch it as it was
+                load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+                copy_async_commit();
+            }
+        }
+        head = next_head;
+        tile = next_tile;
         stage ^= kStages - 1;
     }
+    if (kSumDq && key_nonfinite)
+        restore_dq(params, work, k, band);
     copy_async_wait<0>();
     block_sync();           // nobody reads the tiles any more: dK and dV leave through their space
     const Work at(params);  // computed again: registers are short in the loop above
@@ -249,9 +372,13 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
     return !nonfinite;
 }
 
-KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) { prepare_rows(params); }
+KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) {
+    prepare_rows(params);
+    if constexpr (kSumDq)
+        clear_dq(params);
+}
 
-KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_dkv_simt(PARAMS(BackwardParams) params) {
+KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_simt(PARAMS(BackwardParams) params) {
     // As in the forward: a result that is not finite may be the fault of hidden data, and is computed once more with care.
     bool careful = false;
 #pragma unroll 1

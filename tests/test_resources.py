@@ -73,7 +73,7 @@ def test_the_compiler_finds_the_same_size(family, task):
             return f"{case}: {error}"
 
     cases = list(spread(family, task))
-    assert len(cases) > 20
+    assert len(cases) > 10
     with ThreadPoolExecutor(2) as pool:
         assert [text for text in pool.map(failure, cases) if text] == []
 
@@ -234,7 +234,7 @@ def test_every_gpu_has_candidates(gpu, dtype, precision):
         found = heuristics.candidates(task, p, limits)
         assert [why_illegal(task, config, p, limits) for config in found] == [None] * len(found)
         families = {config.family for config in found}
-        assert ("simt" in families) == (task != "backward"), (task, d, dv)  # its dQ has a kernel of its own
+        assert ("simt" in families) == (task != "backward" or dtype == "float32"), (task, d, dv)  # it sums dQ in place
         if runs_on_tensor_cores(task, p, limits):
             assert found[0].family == "mma", (task, d, dv)
         elif not has_tensor_cores_for(p, limits):

@@ -13,17 +13,20 @@ DEVICE constexpr u32 lanes_over_rows(u32 rows, u32 cols) {
 }
 
 /// kRows x kCols float32 results of one warp, kLanesM lanes over the rows. A lane has every kLanesM-th row, and the columns
-/// in runs of up to kMaxRun neighbours: runs of four are read as one, single columns spread over neighbouring lanes.
+/// in runs of up to kMaxRun neighbours: runs of four are read as one, single columns spread over neighbouring lanes. With
+/// kRowRun > 1 the rows come in runs too.
 ///
 /// Lane bit 0 counts rows and bits 1 .. 3 (at least 1, 2) columns: the two halves of a 16-byte load per quarter-warp are
 /// served together only if lanes l and l ^ 1 (or l and l ^ 2) want the same address.
-template <u32 kRows, u32 kCols, u32 kLanesM_, u32 kMaxRun>
+template <u32 kRows, u32 kCols, u32 kLanesM_, u32 kMaxRun, u32 kRowRun_ = 1>
 struct ThreadTile {
     static constexpr u32 kLanesM = kLanesM_;
     static constexpr u32 kLanesN = 32 / kLanesM;
+    static constexpr u32 kRowRun = kRowRun_;
     static constexpr u32 kM = kRows / kLanesM;
     static constexpr u32 kN = kCols / kLanesN;
     static_assert(kM * kLanesM == kRows && kN * kLanesN == kCols && kM > 0 && kN > 0, "lanes share the tile evenly");
+    static_assert(kM % kRowRun == 0, "a lane has whole runs of rows");
     // Columns of a lane in runs of four, then of two, then single ones.
     static constexpr u32 kFours = kMaxRun >= 4 ? kN / 4 * 4 : 0;
     static constexpr u32 kTwos = kMaxRun >= 2 ? (kN - kFours) / 2 * 2 : 0;
@@ -35,7 +38,7 @@ struct ThreadTile {
     DEVICE static u32 lane_col() { return lane_index() / 2 % kLanesN; }
 
     /// Row, from the warp's first on, and column of x[m][n].
-    DEVICE static u32 row(u32 m, u32 = 0) { return lane_row() + kLanesM * m; }
+    DEVICE static u32 row(u32 m, u32 = 0) { return kRowRun * (lane_row() + kLanesM * (m / kRowRun)) + m % kRowRun; }
     DEVICE static u32 col(u32 n, u32 = 0) {
         if constexpr (kFours != 0)
             if (n < kFours)
@@ -217,6 +220,75 @@ DEVICE void add_product(ThreadTile<kRows, kCols, kLanesM, 4>& D, const RowTile<f
         }
         left.advance(kUnrolled);
         rows += kUnrolled * TileB::kStride;
+    }
+}
+
+/// Runs of columns, in row after row, of an operand that holds k as its rows. A lane's runs begin at a column of its own and
+/// are `step` columns apart, a multiple of two chunks: those of even rows, and those of odd ones, are a constant step away.
+template <typename Tile>
+struct RowRuns {
+    const typename Tile::Element* even;
+    const typename Tile::Element* odd;
+
+    DEVICE RowRuns(const Tile& tile, u32 col) : even(tile.pointer(0, col)), odd(tile.pointer(1, col) - Tile::kStride) {}
+    template <u32 kCount>
+    DEVICE void load(float (&x)[kCount], u32 k, u32 step) const {
+        load_run(x, (k % 2 == 0 ? even : odd) + k * Tile::kStride + step);
+    }
+    /// Moves on by an even number of rows.
+    DEVICE void advance(u32 rows) {
+        even += rows * Tile::kStride;
+        odd += rows * Tile::kStride;
+    }
+};
+
+/// Row k of A^T times a run of kCount columns of row k of B, from the lane's column `first` on.
+template <u32 kCount, typename Result, typename Tile>
+DEVICE void add_outer(Result& D, const float (&a)[Result::kM / Result::kRowRun][Result::kRowRun],
+                      const RowRuns<Tile>& right, u32 k, u32 first, u32 step) {
+    float b[kCount];
+    right.load(b, k, step);
+#pragma unroll
+    for (u32 m = 0; m < Result::kM; ++m)
+#pragma unroll
+        for (u32 n = 0; n < kCount; ++n)
+            D.x[m][first + n][0] =
+                multiply_add(a[m / Result::kRowRun][m % Result::kRowRun], b[n], D.x[m][first + n][0]);
+}
+
+/// D += A^T B, rows first_row .. and columns first_col .. of the product: both operands hold k as their rows.
+template <u32 kRows, u32 kCols, u32 kLanesM, u32 kRowRun, typename T, u32 kK, u32 kColsA, u32 kColsB>
+DEVICE void add_product_of_columns(ThreadTile<kRows, kCols, kLanesM, 4, kRowRun>& D,
+                                   const RowTile<float, kK, kColsA, ReadBy::kTwoRows>& A, u32 first_row,
+                                   const RowTile<T, kK, kColsB, ReadBy::kTwoRows>& B, u32 first_col) {
+    using Result = ThreadTile<kRows, kCols, kLanesM, 4, kRowRun>;
+    using RunsB = RowRuns<RowTile<T, kK, kColsB, ReadBy::kTwoRows>>;
+    RowRuns<RowTile<float, kK, kColsA, ReadBy::kTwoRows>> left(A, first_row + D.row(0));
+    RunsB fours(B, first_col + D.col(0)), two(B, first_col + D.col(Result::kFours)),
+        one(B, first_col + D.col(Result::kN - 1));
+    constexpr u32 kUnrolled = kK % kUnrolledK<float> == 0 ? kUnrolledK<float> : 8;
+    static_assert(kK % kUnrolled == 0, "tiles have a multiple of eight keys");
+#pragma unroll 1
+    for (u32 k0 = 0; k0 < kK; k0 += kUnrolled) {
+#pragma unroll
+        for (u32 k = 0; k < kUnrolled; ++k) {
+            float a[Result::kM / kRowRun][kRowRun];
+#pragma unroll
+            for (u32 m = 0; m < Result::kM / kRowRun; ++m)
+                left.load(a[m], k, m * (kLanesM * kRowRun));
+            if constexpr (Result::kFours != 0)
+#pragma unroll
+                for (u32 n = 0; n < Result::kFours; n += 4)
+                    add_outer<4>(D, a, fours, k, n, n * Result::kLanesN);
+            if constexpr (Result::kTwos != 0)
+                add_outer<2>(D, a, two, k, Result::kFours, 0);
+            if constexpr (Result::kN % 2 != 0)
+                add_outer<1>(D, a, one, k, Result::kN - 1, 0);
+        }
+        left.advance(kUnrolled);
+        fours.advance(kUnrolled);
+        two.advance(kUnrolled);
+        one.advance(kUnrolled);
     }
 }
 

@@ -24,3 +24,14 @@ DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
     emulated::atomic_add(target + 2, x2);
     emulated::atomic_add(target + 3, x3);
 }
+
+/// target[0..1] += x[0..1], likewise; target 8-byte aligned.
+DEVICE void reduce_add2(float* target, float x0, float x1) {
+    if (reinterpret_cast<u64>(target) % 8 != 0)
+        emulated::fail("reduce_add2: target %p is not aligned to 8 bytes", static_cast<void*>(target));
+    emulated::atomic_add(target, x0);
+    emulated::atomic_add(target + 1, x1);
+}
+
+/// *target += x, likewise.
+DEVICE void reduce_add(float* target, float x) { emulated::atomic_add(target, x); }

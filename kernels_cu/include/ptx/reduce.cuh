@@ -14,3 +14,16 @@ DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
     atomicAdd(target + 3, x3);
 #endif
 }
+
+/// target[0..1] += x[0..1], likewise; target 8-byte aligned.
+DEVICE void reduce_add2(float* target, float x0, float x1) {
+#if CF_ARCH >= 90
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(x0), "f"(x1) : "memory");
+#else
+    atomicAdd(target, x0);
+    atomicAdd(target + 1, x1);
+#endif
+}
+
+/// *target += x, likewise.
+DEVICE void reduce_add(float* target, float x) { atomicAdd(target, x); }
