@@ -236,90 +236,56 @@ Memory allocate(u64 bytes, u64 alignment) {
     return Memory(static_cast<u8*>(memory));
 }
 
-class Block {
-  public:
+struct Block {
     Block(const Launch& launch_, Stacks& stacks)
         : launch(launch_),
-          warps_used_(launch_.threads / kLanes),
-          fibers_(launch_.threads),
-          shared_(allocate(launch_.shared_bytes, kSharedAlignment)),
-          async_view_(allocate(launch_.shared_bytes, kSharedAlignment)) {
+          warps_used(launch_.threads / kLanes),
+          fibers(launch_.threads),
+          shared(allocate(launch_.shared_bytes, kSharedAlignment)),
+          async_view(allocate(launch_.shared_bytes, kSharedAlignment)) {
         for (u32 n = 0; n < launch.threads; ++n)
-            stacks.assign(fibers_[n].context, n);
+            stacks.assign(fibers[n].context, n);
     }
-
-    /// Runs block `index` to its end; false when it failed, with the reason in `error`.
-    bool run(u32 index);
-
-    [[noreturn]] void fail(const std::string& message);
-    void meet_warp(const char* name, void* operands, WarpOperation operation);
-    bool meet_block(const char* name, bool predicate);
-    void wait_for(const void* object, u32 detail, Describe describe);
-    void wake(const void* object);
-    void give_way();
-    void start(Unit unit, Work* work);
-    void commit(Unit unit) { ++queue(unit).groups_committed; }
-    void wait(Unit unit, u32 pending);
-    void start_product(Work* work, const Signature& signature);
-    void wait_products(u32 pending);
-    void fence_products() { warps_[current / kLanes].fenced = true; }
-    u8* shared_memory() { return shared_.get(); }
-    u8* async_view() { return async_view_.get(); }
 
     const Launch& launch;
     u32 index = 0;
     u32 current = 0;  // the running thread
     std::string error;
     BlockState state;
-
-  private:
-    static void start_fiber();
-    [[noreturn]] void run_fiber();
-
-    u32 random(u32 bound);
-    u32 pick(u32 mask);
-    void set_ready(u32 warp, u32 lanes);
-    void suspend(const char* name);
-    void run_next();
-    [[noreturn]] void leave();
-    void release_barrier();
-    Queue& queue(Unit unit);
-    void perform(Unit unit, u64 n);
-    void perform_some();
-    void check_finished(Unit unit);
-    std::string describe_waiting() const;
-
-    u32 warps_used_;
-    std::vector<Fiber> fibers_;
-    Warp warps_[kMaxWarps];
-    u32 ready_warps_ = 0;  // warps with a lane that can run, one bit each
-    u32 running_ = 0;      // threads that have not returned
-    u32 at_barrier_ = 0;
-    const char* barrier_ = nullptr;
-    bool any_ = false;
-    bool any_result_ = false;
-    u64 random_state_ = 1;
-    Context main_;
-    CopyMode modes_[std::size(kUnits)];  // of the units in this block
-    Queue loads_;
-    std::vector<Signature> products_[kMaxThreads / kWarpgroup];  // of each warpgroup, by the first warp to start them
-    Memory shared_, async_view_;
+    u32 warps_used;
+    std::vector<Fiber> fibers;
+    Warp warps[kMaxWarps];
+    u32 ready_warps = 0;  // warps with a lane that can run, one bit each
+    u32 running = 0;      // threads that have not returned
+    u32 at_barrier = 0;
+    const char* barrier = nullptr;
+    bool any = false;
+    bool any_result = false;
+    u64 random_state = 1;
+    Context main;
+    CopyMode modes[std::size(kUnits)];  // of the units in this block
+    Queue loads;
+    std::vector<Signature> products[kMaxThreads / kWarpgroup];  // of each warpgroup, by the first warp to start them
+    Memory shared, async_view;
 };
 
 /// The block that this host thread is running. Fibers never move between host threads.
 thread_local Block* block = nullptr;
 
-u32 Block::random(u32 bound) {
+Fiber& fiber() { return block->fibers[block->current]; }
+Warp& warp() { return block->warps[block->current / kLanes]; }
+
+u32 random(u32 bound) {
     // xorshift64*; the upper half is the good one.
-    random_state_ ^= random_state_ >> 12;
-    random_state_ ^= random_state_ << 25;
-    random_state_ ^= random_state_ >> 27;
-    return static_cast<u32>((random_state_ * 0x2545f4914f6cdd1dull) >> 32) % bound;
+    block->random_state ^= block->random_state >> 12;
+    block->random_state ^= block->random_state << 25;
+    block->random_state ^= block->random_state >> 27;
+    return static_cast<u32>((block->random_state * 0x2545f4914f6cdd1dull) >> 32) % bound;
 }
 
 /// One of the bits set in `mask`, by the launch's order.
-u32 Block::pick(u32 mask) {
-    switch (launch.order) {
+u32 pick(u32 mask) {
+    switch (block->launch.order) {
         case Order::kForward:
             return static_cast<u32>(__builtin_ctz(mask));
         case Order::kReverse:
@@ -332,50 +298,121 @@ u32 Block::pick(u32 mask) {
     return (static_cast<u32>(__builtin_ctz(turned)) + turn) % 32;
 }
 
-void Block::set_ready(u32 warp, u32 lanes) {
-    warps_[warp].ready = lanes;
-    ready_warps_ = lanes != 0 ? ready_warps_ | 1u << warp : ready_warps_ & ~(1u << warp);
+void set_ready(u32 warp, u32 lanes) {
+    block->warps[warp].ready = lanes;
+    block->ready_warps = lanes != 0 ? block->ready_warps | 1u << warp : block->ready_warps & ~(1u << warp);
 }
 
 /// The current thread will not run before somebody makes it ready.
-void Block::suspend(const char* name) {
-    fibers_[current].waits_at = name;
-    set_ready(current / kLanes, warps_[current / kLanes].ready & ~(1u << current % kLanes));
-}
-
-/// Leaves the current thread, which may be ready or not, for the next one that is.
-void Block::run_next() {
-    while (ready_warps_ == 0 && !loads_.items.empty())
-        perform(Unit::kLoads, random(static_cast<u32>(loads_.items.size())));
-    if (ready_warps_ == 0) {
-        error = "block " + std::to_string(index) + ": deadlock, every thread waits" + describe_waiting();
-        leave();
-    }
-    u32 warp = current / kLanes;
-    // Random order mostly stays in a warp: long runs of one warp expose more than a fair shuffle.
-    if (launch.order != Order::kRandom || warps_[warp].ready == 0 || random(16) == 0)
-        warp = pick(ready_warps_);
-    Fiber& from = fibers_[current];
-    current = warp * kLanes + pick(warps_[warp].ready);
-    if (&fibers_[current] != &from)
-        switch_context(from.context, fibers_[current].context, from.returned);
+void suspend(const char* name) {
+    fiber().waits_at = name;
+    set_ready(block->current / kLanes, warp().ready & ~(1u << block->current % kLanes));
 }
 
 /// Back to run(), for good.
-void Block::leave() {
-    switch_context(fibers_[current].context, main_, true);
+[[noreturn]] void leave() {
+    switch_context(fiber().context, block->main, true);
     __builtin_unreachable();
 }
 
-void Block::fail(const std::string& message) {
-    error = "block " + std::to_string(index) + ", thread " + std::to_string(current) + " (warp " +
-            std::to_string(current / kLanes) + ", lane " + std::to_string(current % kLanes) + "): " + message;
+[[noreturn]] void end_block(const std::string& message) {
+    block->error = "block " + std::to_string(block->index) + ", thread " + std::to_string(block->current) + " (warp " +
+                   std::to_string(block->current / kLanes) + ", lane " + std::to_string(block->current % kLanes) +
+                   "): " + message;
     leave();
 }
 
-std::string Block::describe_waiting() const {
+// ---- Asynchronous work.
+
+Queue& queue(Unit unit) {
+    switch (unit) {
+        case Unit::kCopies:
+            return fiber().copies;
+        case Unit::kStores:
+            return fiber().stores;
+        case Unit::kProducts:
+            return warp().products;
+        case Unit::kLoads:
+            break;
+    }
+    return block->loads;
+}
+
+/// Performs the n-th of a queue unless that has been done; of products, all before it too.
+void perform(Unit unit, u64 n) {
+    std::vector<Queue::Item>& items = queue(unit).items;
+    for (u64 m = unit == Unit::kProducts ? 0 : n; m <= n; ++m)
+        if (items[m].work != nullptr) {
+            items[m].work->perform();
+            items[m].work.reset();
+        }
+    if (unit == Unit::kLoads)
+        items.erase(items.begin() + static_cast<i64>(n));
+}
+
+void start(Unit unit, Work* work) {
+    Queue& own = queue(unit);
+    own.items.push_back({std::unique_ptr<Work>(work), own.groups_committed});
+    const CopyMode mode = block->modes[static_cast<u32>(unit)];
+    if (mode == CopyMode::kAtIssue || (mode == CopyMode::kRandom && random(2) == 0))
+        perform(unit, own.items.size() - 1);
+}
+
+/// A thread that comes to a meeting may find that some work has been done.
+void perform_some() {
+    for (u32 n = 0; n < std::size(kUnits); ++n) {
+        const Unit unit = static_cast<Unit>(n);
+        const u32 count = static_cast<u32>(queue(unit).items.size());
+        if (count != 0 && block->modes[n] == CopyMode::kRandom && random(kUnits[n].patience) == 0)
+            perform(unit, random(count));
+    }
+}
+
+void wait(Unit unit, u32 pending) {
+    Queue& own = queue(unit);
+    u64 done = 0;
+    for (; done < own.items.size() && own.items[done].group + pending < own.groups_committed; ++done)
+        perform(unit, done);
+    own.items.erase(own.items.begin(), own.items.begin() + static_cast<i64>(done));
+}
+
+void start_product(Work* work, const Signature& signature) {
+    Warp& own = warp();
+    std::vector<Signature>& started = block->products[block->current / kWarpgroup];
+    if (!own.fenced)
+        end_block("wgmma: no wgmma_fence since the last wgmma_wait");
+    const u64 n = own.products_started++;
+    if (n == started.size())
+        started.push_back(signature);
+    else if (std::memcmp(&started[n], &signature, sizeof signature) != 0)
+        end_block("wgmma: product " + std::to_string(n) + " is not that of the other warps of its warpgroup");
+    start(Unit::kProducts, work);
+}
+
+void commit(Unit unit) { ++queue(unit).groups_committed; }
+
+void fence_products() { warp().fenced = true; }
+
+void wait_products(u32 pending) {
+    Warp& own = warp();
+    const Queue& products = own.products;
+    if (!products.items.empty() && products.items.back().group == products.groups_committed)
+        end_block("wgmma_wait: no wgmma_commit since the last product");
+    own.fenced = false;
+    wait(Unit::kProducts, pending);
+}
+
+void check_finished(Unit unit) {
+    if (const u64 left = queue(unit).items.size(); left != 0)
+        end_block("returned with " + std::to_string(left) + " " + kUnits[static_cast<u32>(unit)].works + " that no " +
+                  kUnits[static_cast<u32>(unit)].wait + " has covered");
+}
+
+// ---- Waiting.
+
+std::string describe_waiting() {
     auto state = [&](u32 thread) -> std::string {
-        const Fiber& fiber = fibers_[thread];
+        const Fiber& fiber = block->fibers[thread];
         if (fiber.returned)
             return "returned";
         char text[256];
@@ -384,7 +421,7 @@ std::string Block::describe_waiting() const {
         return std::string("at ") + (fiber.waits_for != nullptr ? text : fiber.waits_at);
     };
     std::string text;
-    for (u32 first = 0; first < launch.threads;) {
+    for (u32 first = 0; first < block->launch.threads;) {
         u32 last = first;
         while ((last + 1) % kLanes != 0 && state(last + 1) == state(first))
             ++last;
@@ -395,14 +432,32 @@ std::string Block::describe_waiting() const {
     return text;
 }
 
-void Block::meet_warp(const char* name, void* operands, WarpOperation operation) {
+/// Leaves the current thread, which may be ready or not, for the next one that is.
+void run_next() {
+    while (block->ready_warps == 0 && !block->loads.items.empty())
+        perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
+    if (block->ready_warps == 0) {
+        block->error = "block " + std::to_string(block->index) + ": deadlock, every thread waits" + describe_waiting();
+        leave();
+    }
+    u32 warp = block->current / kLanes;
+    // Random order mostly stays in a warp: long runs of one warp expose more than a fair shuffle.
+    if (block->launch.order != Order::kRandom || block->warps[warp].ready == 0 || random(16) == 0)
+        warp = pick(block->ready_warps);
+    Fiber& from = fiber();
+    block->current = warp * kLanes + pick(block->warps[warp].ready);
+    if (&fiber() != &from)
+        switch_context(from.context, fiber().context, from.returned);
+}
+
+void meet_warp(const char* name, void* operands, WarpOperation operation) {
     perform_some();
-    const u32 w = current / kLanes, l = current % kLanes;
-    Warp& warp = warps_[w];
+    const u32 w = block->current / kLanes, l = block->current % kLanes;
+    Warp& warp = block->warps[w];
     if (warp.arrived != 0) {
-        const char* other = fibers_[w * kLanes + static_cast<u32>(__builtin_ctz(warp.arrived))].waits_at;
+        const char* other = block->fibers[w * kLanes + static_cast<u32>(__builtin_ctz(warp.arrived))].waits_at;
         if (other != name && std::strcmp(other, name) != 0)  // equal names mostly are one string
-            fail(std::string("at ") + name + " while other lanes of its warp wait at " + other);
+            end_block(std::string("at ") + name + " while other lanes of its warp wait at " + other);
     }
     warp.operands[l] = operands;
     warp.arrived |= 1u << l;
@@ -417,206 +472,126 @@ void Block::meet_warp(const char* name, void* operands, WarpOperation operation)
     run_next();
 }
 
-bool Block::meet_block(const char* name, bool predicate) {
+void release_barrier() {
+    block->at_barrier = 0;
+    block->any_result = block->any;
+    block->any = false;
+    for (u32 w = 0; w < block->warps_used; ++w)
+        set_ready(w, block->warps[w].running);
+}
+
+bool meet_block(const char* name, bool predicate) {
     perform_some();
-    if (at_barrier_ != 0 && std::strcmp(barrier_, name) != 0)
-        fail(std::string("at ") + name + " while other threads of the block wait at " + barrier_);
-    barrier_ = name;
-    any_ = any_ || predicate;
-    ++at_barrier_;
+    if (block->at_barrier != 0 && std::strcmp(block->barrier, name) != 0)
+        end_block(std::string("at ") + name + " while other threads of the block wait at " + block->barrier);
+    block->barrier = name;
+    block->any = block->any || predicate;
+    ++block->at_barrier;
     suspend(name);
-    if (at_barrier_ == running_)
+    if (block->at_barrier == block->running)
         release_barrier();
     run_next();
     // Nobody can complete the next barrier before this thread gets there, so the result still stands.
-    return any_result_;
+    return block->any_result;
 }
 
-void Block::release_barrier() {
-    at_barrier_ = 0;
-    any_result_ = any_;
-    any_ = false;
-    for (u32 w = 0; w < warps_used_; ++w)
-        set_ready(w, warps_[w].running);
-}
-
-void Block::wait_for(const void* object, u32 detail, Describe describe) {
-    Fiber& fiber = fibers_[current];
-    fiber.waits_for = object;
-    fiber.detail = detail;
-    fiber.describe = describe;
+void wait_for(const void* object, u32 detail, Describe describe) {
+    Fiber& own = fiber();
+    own.waits_for = object;
+    own.detail = detail;
+    own.describe = describe;
     suspend(nullptr);
     run_next();
 }
 
-void Block::wake(const void* object) {
-    for (u32 n = 0; n < launch.threads; ++n)
-        if (fibers_[n].waits_for == object) {
-            fibers_[n].waits_for = nullptr;
-            set_ready(n / kLanes, warps_[n / kLanes].ready | 1u << n % kLanes);
+void wake(const void* object) {
+    for (u32 n = 0; n < block->launch.threads; ++n)
+        if (block->fibers[n].waits_for == object) {
+            block->fibers[n].waits_for = nullptr;
+            set_ready(n / kLanes, block->warps[n / kLanes].ready | 1u << n % kLanes);
         }
 }
 
-void Block::give_way() {
+void give_way() {
     perform_some();
     run_next();
-}
-
-// ---- Asynchronous work.
-
-Queue& Block::queue(Unit unit) {
-    switch (unit) {
-        case Unit::kCopies:
-            return fibers_[current].copies;
-        case Unit::kStores:
-            return fibers_[current].stores;
-        case Unit::kProducts:
-            return warps_[current / kLanes].products;
-        case Unit::kLoads:
-            break;
-    }
-    return loads_;
-}
-
-/// Performs the n-th of a queue unless that has been done; of products, all before it too.
-void Block::perform(Unit unit, u64 n) {
-    std::vector<Queue::Item>& items = queue(unit).items;
-    for (u64 m = unit == Unit::kProducts ? 0 : n; m <= n; ++m)
-        if (items[m].work != nullptr) {
-            items[m].work->perform();
-            items[m].work.reset();
-        }
-    if (unit == Unit::kLoads)
-        items.erase(items.begin() + static_cast<i64>(n));
-}
-
-void Block::start(Unit unit, Work* work) {
-    Queue& own = queue(unit);
-    own.items.push_back({std::unique_ptr<Work>(work), own.groups_committed});
-    const CopyMode mode = modes_[static_cast<u32>(unit)];
-    if (mode == CopyMode::kAtIssue || (mode == CopyMode::kRandom && random(2) == 0))
-        perform(unit, own.items.size() - 1);
-}
-
-/// A thread that comes to a meeting may find that some work has been done.
-void Block::perform_some() {
-    for (u32 n = 0; n < std::size(kUnits); ++n) {
-        const Unit unit = static_cast<Unit>(n);
-        const u32 count = static_cast<u32>(queue(unit).items.size());
-        if (count != 0 && modes_[n] == CopyMode::kRandom && random(kUnits[n].patience) == 0)
-            perform(unit, random(count));
-    }
-}
-
-void Block::wait(Unit unit, u32 pending) {
-    Queue& own = queue(unit);
-    u64 done = 0;
-    for (; done < own.items.size() && own.items[done].group + pending < own.groups_committed; ++done)
-        perform(unit, done);
-    own.items.erase(own.items.begin(), own.items.begin() + static_cast<i64>(done));
-}
-
-void Block::start_product(Work* work, const Signature& signature) {
-    Warp& warp = warps_[current / kLanes];
-    std::vector<Signature>& started = products_[current / kWarpgroup];
-    if (!warp.fenced)
-        fail("wgmma: no wgmma_fence since the last wgmma_wait");
-    const u64 n = warp.products_started++;
-    if (n == started.size())
-        started.push_back(signature);
-    else if (std::memcmp(&started[n], &signature, sizeof signature) != 0)
-        fail("wgmma: product " + std::to_string(n) + " is not that of the other warps of its warpgroup");
-    start(Unit::kProducts, work);
-}
-
-void Block::wait_products(u32 pending) {
-    Warp& warp = warps_[current / kLanes];
-    const Queue& products = warp.products;
-    if (!products.items.empty() && products.items.back().group == products.groups_committed)
-        fail("wgmma_wait: no wgmma_commit since the last product");
-    warp.fenced = false;
-    wait(Unit::kProducts, pending);
-}
-
-void Block::check_finished(Unit unit) {
-    if (const u64 left = queue(unit).items.size(); left != 0)
-        fail("returned with " + std::to_string(left) + " " + kUnits[static_cast<u32>(unit)].works + " that no " +
-             kUnits[static_cast<u32>(unit)].wait + " has covered");
 }
 
 // ---- Running.
 
-void Block::run_fiber() {
-    launch.kernel(launch.params);
+[[noreturn]] void run_fiber() {
+    block->launch.kernel(block->launch.params);
     for (const Unit unit : {Unit::kCopies, Unit::kStores, Unit::kProducts})
         check_finished(unit);
-    if (running_ == 1) {
+    if (block->running == 1) {
         check_finished(Unit::kLoads);
-        for (u32 w = 0; w < warps_used_; ++w)
-            if (warps_[w].products_started != products_[w / 4].size())
-                fail("warp " + std::to_string(w) + " took part in " + std::to_string(warps_[w].products_started) +
-                     " of the " + std::to_string(products_[w / 4].size()) + " products of its warpgroup");
+        for (u32 w = 0; w < block->warps_used; ++w)
+            if (block->warps[w].products_started != block->products[w / 4].size())
+                end_block("warp " + std::to_string(w) + " took part in " +
+                          std::to_string(block->warps[w].products_started) + " of the " +
+                          std::to_string(block->products[w / 4].size()) + " products of its warpgroup");
     }
-    fibers_[current].returned = true;
+    fiber().returned = true;
     suspend(nullptr);
-    warps_[current / kLanes].running &= ~(1u << current % kLanes);
-    --running_;
-    if (running_ == 0)
+    warp().running &= ~(1u << block->current % kLanes);
+    --block->running;
+    if (block->running == 0)
         leave();
-    if (at_barrier_ == running_)
+    if (block->at_barrier == block->running)
         release_barrier();
     run_next();
     __builtin_unreachable();
 }
 
-bool Block::run(u32 index_) {
-    index = index_;
-    random_state_ = (launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull;
-    if (random_state_ == 0)
-        random_state_ = 1;
-    if (launch.shared_bytes != 0) {
-        std::memset(shared_.get(), kPoison, launch.shared_bytes);
-        std::memset(async_view_.get(), kPoison, launch.shared_bytes);
-    }
-    state = {};
-    // At random, one unit may be as fast and another as slow as can be: together they show more than in step.
-    for (CopyMode& mode : modes_)
-        mode = launch.copy_mode == CopyMode::kRandom ? static_cast<CopyMode>(random(3)) : launch.copy_mode;
-    modes_[static_cast<u32>(Unit::kCopies)] = launch.copy_mode;
-    running_ = launch.threads;
-    for (u32 w = 0; w < warps_used_; ++w) {
-        warps_[w].running = ~0u;
-        warps_[w].products_started = 0;
-        warps_[w].fenced = false;
-        products_[w / 4].clear();
-        set_ready(w, ~0u);
-    }
-    for (u32 n = 0; n < launch.threads; ++n) {
-        Fiber& fiber = fibers_[n];
-        fiber.returned = false;
-        // All stacks begin at the same place of a page; shifting them keeps the busy ends out of the same cache sets.
-        prepare(fiber.context, &start_fiber, n % 64 * 64);
-    }
-    current = pick(ready_warps_) * kLanes + pick(~0u);
-    block = this;
-    switch_context(main_, fibers_[current].context, false);
-    block = nullptr;
-    return error.empty();
-}
-
-void Block::start_fiber() {
+void start_fiber() {
 #if defined(__SANITIZE_ADDRESS__)
     const void* previous_stack;
     u64 previous_bytes;
     static_assert(sizeof(size_t) == sizeof previous_bytes);
     __sanitizer_finish_switch_fiber(nullptr, &previous_stack, reinterpret_cast<size_t*>(&previous_bytes));
     // The very first fiber is entered from run(), whose stack nobody else knows.
-    if (block->main_.stack == nullptr) {
-        block->main_.stack = const_cast<void*>(previous_stack);
-        block->main_.stack_bytes = previous_bytes;
+    if (block->main.stack == nullptr) {
+        block->main.stack = const_cast<void*>(previous_stack);
+        block->main.stack_bytes = previous_bytes;
     }
 #endif
-    block->run_fiber();
+    run_fiber();
+}
+
+/// Runs block `index` to its end; false when it failed, with the reason in its `error`.
+bool run(Block& own, u32 index) {
+    block = &own;
+    block->index = index;
+    block->random_state = (block->launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull;
+    if (block->random_state == 0)
+        block->random_state = 1;
+    if (block->launch.shared_bytes != 0) {
+        std::memset(block->shared.get(), kPoison, block->launch.shared_bytes);
+        std::memset(block->async_view.get(), kPoison, block->launch.shared_bytes);
+    }
+    block->state = {};
+    // At random, one unit may be as fast and another as slow as can be: together they show more than in step.
+    for (CopyMode& mode : block->modes)
+        mode =
+            block->launch.copy_mode == CopyMode::kRandom ? static_cast<CopyMode>(random(3)) : block->launch.copy_mode;
+    block->modes[static_cast<u32>(Unit::kCopies)] = block->launch.copy_mode;
+    block->running = block->launch.threads;
+    for (u32 w = 0; w < block->warps_used; ++w) {
+        block->warps[w].running = ~0u;
+        block->warps[w].products_started = 0;
+        block->warps[w].fenced = false;
+        block->products[w / 4].clear();
+        set_ready(w, ~0u);
+    }
+    for (u32 n = 0; n < block->launch.threads; ++n) {
+        Fiber& fiber = block->fibers[n];
+        fiber.returned = false;
+        // All stacks begin at the same place of a page; shifting them keeps the busy ends out of the same cache sets.
+        prepare(fiber.context, &start_fiber, n % 64 * 64);
+    }
+    block->current = pick(block->ready_warps) * kLanes + pick(~0u);
+    switch_context(block->main, fiber().context, false);
+    return block->error.empty();
 }
 
 // ---- What the other headers call.
@@ -627,34 +602,20 @@ void fail(const char* format, ...) {
     va_start(arguments, format);
     std::vsnprintf(message, sizeof message, format, arguments);
     va_end(arguments);
-    block->fail(message);
+    end_block(message);
 }
 
 u32 thread_index() { return block->current; }
 u32 block_index() { return block->index; }
 u32 block_threads() { return block->launch.threads; }
 u32 grid_size() { return block->launch.grid; }
-void meet_warp(const char* name, void* operands, WarpOperation operation) {
-    block->meet_warp(name, operands, operation);
-}
-bool meet_block(const char* name, bool predicate) { return block->meet_block(name, predicate); }
-void wait_for(const void* object, u32 detail, Describe describe) { block->wait_for(object, detail, describe); }
-void wake(const void* object) { block->wake(object); }
-void give_way() { block->give_way(); }
-void start(Unit unit, Work* work) { block->start(unit, work); }
-void commit(Unit unit) { block->commit(unit); }
-void wait(Unit unit, u32 pending) { block->wait(unit, pending); }
-
-void start_product(Work* work, const Signature& signature) { block->start_product(work, signature); }
-void wait_products(u32 pending) { block->wait_products(pending); }
-void fence_products() { block->fence_products(); }
 BlockState& block_state() { return block->state; }
 
 u8* shared_memory(u64 bytes) {
     if (bytes > block->launch.shared_bytes)
         fail("the kernel uses %llu bytes of shared memory but is launched with %llu", bytes,
              block->launch.shared_bytes);
-    return block->shared_memory();
+    return block->shared.get();
 }
 
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
@@ -664,11 +625,11 @@ u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
              block->launch.shared_bytes);
     if (address % bytes != 0)
         fail("%s: shared offset %llu is not aligned to %u bytes", who, offset, bytes);
-    return block->shared_memory() + offset;
+    return block->shared.get() + offset;
 }
 
 const u8* async_view(SharedAddress address, u32 bytes, const char* who) {
-    return block->async_view() + (shared_pointer(address, bytes, who) - block->shared_memory());
+    return block->async_view.get() + (shared_pointer(address, bytes, who) - block->shared.get());
 }
 
 const u8* async_read(SharedAddress address, u32 bytes, const char* who) {
@@ -681,10 +642,10 @@ const u8* async_read(SharedAddress address, u32 bytes, const char* who) {
 
 void async_write(SharedAddress address, const u8* data, u32 bytes, const char* who) {
     std::memcpy(shared_pointer(address, bytes, who), data, bytes);
-    std::memcpy(block->async_view() + (address - kSharedBase), data, bytes);
+    std::memcpy(block->async_view.get() + (address - kSharedBase), data, bytes);
 }
 
-void publish_shared() { std::memcpy(block->async_view(), block->shared_memory(), block->launch.shared_bytes); }
+void publish_shared() { std::memcpy(block->async_view.get(), block->shared.get(), block->launch.shared_bytes); }
 
 /// The blocks of a grid in the order in which they are started.
 std::vector<u32> block_order(const Launch& launch) {
@@ -701,7 +662,7 @@ std::vector<u32> block_order(const Launch& launch) {
 }  // namespace emulated
 
 DEVICE SharedAddress shared_address(const void* pointer) {
-    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - emulated::block->shared_memory());
+    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - emulated::block->shared.get());
     if (offset > emulated::block->launch.shared_bytes)
         emulated::fail("shared_address: %p is not in shared memory", pointer);
     return emulated::kSharedBase + static_cast<u32>(offset);
@@ -734,7 +695,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
         Stacks stacks(threads);
         Block own_block(launch, stacks);
         for (u32 n; (n = next++) < grid;) {
-            if (own_block.run(blocks[n]))
+            if (run(own_block, blocks[n]))
                 continue;
             next = grid;  // the others finish the block they are at
             const std::lock_guard<std::mutex> lock(mutex);

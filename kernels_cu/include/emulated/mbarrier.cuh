@@ -3,6 +3,7 @@
 //
 // Stricter than the hardware: bytes have to be announced before they come, and a barrier that nobody initialised, or that
 // something was written over, is an error.
+// Contracts of the functions: ptx/mbarrier.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/types.cuh"
@@ -70,7 +71,6 @@ inline void describe_barrier(const void* object, u32 parity, char* text, u64 byt
 
 }  // namespace emulated
 
-/// One thread, before anybody else uses the barrier: `arrivals` complete a phase.
 DEVICE void barrier_init(Barrier& barrier, u32 arrivals) {
     emulated::shared_pointer(shared_address(&barrier), 8, "barrier_init");
     if (arrivals == 0 || arrivals > 1024)
@@ -78,18 +78,13 @@ DEVICE void barrier_init(Barrier& barrier, u32 arrivals) {
     barrier = {emulated::kMark, 0, arrivals, arrivals, 0};
 }
 
-/// After the last barrier_init, by the thread that did them: the copy engine sees them too.
 DEVICE void barrier_init_fence() { emulated::publish_shared(); }
-
 DEVICE void barrier_arrive(Barrier& barrier) { emulated::arrive(barrier, 0, "barrier_arrive"); }
 
-/// Arrives, and announces that copies will bring `bytes` bytes in this phase.
 DEVICE void barrier_arrive_expect(Barrier& barrier, u32 bytes) {
     emulated::arrive(barrier, bytes, "barrier_arrive_expect");
 }
 
-/// Waits for the end of the phase of this parity: the first phase has parity 0. On a fresh barrier a wait with parity 1
-/// returns at once, as if an earlier phase were over.
 DEVICE void barrier_wait(Barrier& barrier, u32 parity) {
     if (parity > 1)
         emulated::fail("barrier_wait: parity is %u; it must be 0 or 1", parity);

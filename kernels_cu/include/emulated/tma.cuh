@@ -1,6 +1,7 @@
 // The tensor memory accelerator: one thread copies a box of a tensor between global and shared memory, or adds to global
 // memory, asynchronously. Coordinates count elements, the innermost dimension first; what lies outside the tensor is read
 // as 0 and not written.
+// Contracts of the functions: ptx/tma.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/mbarrier.cuh"
@@ -104,11 +105,9 @@ inline void reduce(float* global, SharedAddress shared, u32 bytes) {
 
 }  // namespace emulated
 
-/// Fetches the map ahead of its first use.
 DEVICE void tensor_map_prefetch(const TensorMap&) {}
 
-/// Starts copying the box at (c0, c1, c2, c3) to shared memory (128-byte aligned; 1,024 with the 128-byte swizzle). The
-/// bytes of the whole box, those outside the tensor included, count for the barrier. Global memory is read when they land.
+/// Global memory is read when the bytes land.
 DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
     using namespace emulated;
     const u8* seen = async_view(shared_address(&checked(barrier, "tma_load")), 8, "tma_load");
@@ -118,15 +117,12 @@ DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c
     start(Unit::kLoads, work([box, &barrier] { box.load(barrier); }));
 }
 
-/// Starts copying a box from shared memory; part of the thread's current bulk group.
 DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, i32 c2, i32 c3) {
     using namespace emulated;
     const Box box = Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_store"}.checked();
     start(Unit::kStores, work([box] { box.store(); }));
 }
 
-/// Starts adding `bytes` bytes of float32 (a multiple of 16, both addresses 16-byte aligned) to global memory, each
-/// addition atomic; part of the thread's current bulk group.
 DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
     using namespace emulated;
     if (reinterpret_cast<u64>(global) % 16 != 0 || bytes % 16 != 0)
@@ -135,21 +131,18 @@ DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
     start(Unit::kStores, work([=] { reduce(global, from, bytes); }));
 }
 
-/// Closes the group of all stores and reductions this thread has started since the last commit.
 DEVICE void bulk_commit() { emulated::commit(emulated::Unit::kStores); }
 
-/// Waits until at most kPending of this thread's groups still read their shared memory.
 template <u32 kPending>
 DEVICE void bulk_wait_read() {
     emulated::wait(emulated::Unit::kStores, kPending);
 }
 
-/// Waits until at most kPending of this thread's groups are under way at all. Here they write as soon as they read.
+/// Stores write as soon as they read.
 template <u32 kPending>
 DEVICE void bulk_wait() {
     emulated::wait(emulated::Unit::kStores, kPending);
 }
 
-/// Shared memory this thread wrote by ordinary stores may now be read by the copy engine and by wgmma (its other threads'
-/// writes after a barrier that follows their own fences). Here other threads' writes too: who wrote what is not known.
+/// Other threads' writes are published too: who wrote what is not known.
 DEVICE void fence_async_shared() { emulated::publish_shared(); }

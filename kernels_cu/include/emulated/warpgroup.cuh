@@ -1,4 +1,5 @@
 // Warpgroups: four warps in a row that share the register budget of a role and issue wgmma together; named barriers.
+// Contracts of the functions: ptx/warpgroup.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/types.cuh"
@@ -59,31 +60,26 @@ inline bool arrive_named(u32 id, u32 threads, const char* who) {
 
 }  // namespace emulated
 
-/// Index of the warpgroup in its block, known to the compiler to be the same for all its threads.
 DEVICE u32 warpgroup_index() {
     emulated::meet_warp("warpgroup_index", nullptr, nullptr);
     return emulated::thread_index() / emulated::kWarpgroup;
 }
 
-/// Gives registers back: all warps of the warpgroup; kRegisters per thread remain (a multiple of 8, 24 to 256).
 template <u32 kRegisters>
 DEVICE void registers_release() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
     emulated::set_registers(kRegisters, true, "registers_release");
 }
 
-/// Waits for registers that other warpgroups gave back: kRegisters per thread.
 template <u32 kRegisters>
 DEVICE void registers_acquire() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
     emulated::set_registers(kRegisters, false, "registers_acquire");
 }
 
-/// Waits at barrier `id` (1 to 15) until `threads` threads, a multiple of 32, have arrived there.
 DEVICE void named_sync(u32 id, u32 threads) {
     if (!emulated::arrive_named(id, threads, "named_sync"))
         emulated::wait_for(&emulated::block_state().named[id], id, emulated::describe_named);
 }
 
-/// Arrives at barrier `id` without waiting.
 DEVICE void named_arrive(u32 id, u32 threads) { emulated::arrive_named(id, threads, "named_arrive"); }

@@ -7,15 +7,12 @@
 //
 // The warps of a warpgroup issue the same products, but as PTX has it only the lanes of a warp wait for one another. Every
 // warp therefore does its 16 rows at a moment of its own: what one warp wrote and another reads needs a barrier.
+// Contracts of the functions: ptx/wgmma.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/convert.cuh"
 #include "platform/types.cuh"
 
-/// Where an operand lies: panels of 64 columns (128 bytes a row) with the 128-byte swizzle, each 1,024-byte aligned; `address`
-/// may point to a 32-byte step inside the first 128 bytes.
-/// Rows along K (K-major): `stride` = bytes between groups of eight rows (1,024); `leading` is not used.
-/// Columns along K (MN-major, "transposed"): `stride` = bytes between groups of eight rows, `leading` between panels.
 DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
     constexpr u64 kSwizzle128 = 1;
     return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
@@ -62,10 +59,11 @@ struct WgmmaOperands {
     float* d;
     const u32* a;  // null: A is in shared memory
     u64 a_descriptor, b_descriptor;
-    u32 flags;  // kAccumulate, kTransposedA, kTransposedB
-};
+    bool accumulate, transposed_a, transposed_b;
 
-constexpr u32 kAccumulateFlag = 1, kTransposedAFlag = 2, kTransposedBFlag = 4;
+    Operand a_operand() const { return Operand(a_descriptor, transposed_a); }
+    Operand b_operand() const { return Operand(b_descriptor, transposed_b); }
+};
 
 /// One warp's 16 rows of a product. Added one by one in float32, in the order of k.
 template <typename T, u32 kN>
@@ -77,16 +75,16 @@ struct Product : Work {
 
     void perform() override {
         float A[16][16], B[16][kN], D[16][kN] = {};
-        Operand(own.b_descriptor, own.flags & kTransposedBFlag).read<T, kN>(B, 0);
+        own.b_operand().template read<T, kN>(B, 0);
         if (own.a == nullptr)
-            Operand(own.a_descriptor, own.flags & kTransposedAFlag).read<T, 16>(A, first_row);
+            own.a_operand().template read<T, 16>(A, first_row);
         for (u32 l = 0; l < kLanes; ++l) {
             const u32 g = l / 4, t = l % 4;
             for (u32 n = 0; n < 8 && own.a != nullptr; ++n) {
                 const u16 bits = static_cast<u16>(a[l][n / 2] >> 16 * (n % 2));
                 A[2 * t + n % 2 + 8 * (n / 4)][g + 8 * (n / 2 % 2)] = to_float(T{bits});
             }
-            for (u32 n = 0; n < kN / 2 && (own.flags & kAccumulateFlag) != 0; ++n)
+            for (u32 n = 0; n < kN / 2 && own.accumulate; ++n)
                 D[g + 8 * (n / 2 % 2)][8 * (n / 4) + 2 * t + n % 2] = d[l][n];
         }
         for (u32 i = 0; i < 16; ++i)
@@ -102,64 +100,57 @@ struct Product : Work {
 template <typename T, u32 kN>
 void issue_product(void* const* lane) {
     auto* product = new Product<T, kN>;
-    product->own = *static_cast<WgmmaOperands*>(lane[0]);
+    const WgmmaOperands& own = product->own = *static_cast<WgmmaOperands*>(lane[0]);
     product->first_row = thread_index() % kWarpgroup / kLanes * 16;
     for (u32 l = 0; l < kLanes; ++l) {
-        const WgmmaOperands& own = *static_cast<WgmmaOperands*>(lane[l]);
-        product->d[l] = own.d;
-        product->a[l] = own.a;
-        if (own.a_descriptor != product->own.a_descriptor || own.b_descriptor != product->own.b_descriptor)
+        const WgmmaOperands& other = *static_cast<WgmmaOperands*>(lane[l]);
+        product->d[l] = other.d;
+        product->a[l] = other.a;
+        if (other.a_descriptor != own.a_descriptor || other.b_descriptor != own.b_descriptor)
             fail("wgmma: lanes %u and 0 pass different descriptors", l);
     }
-    Operand(product->own.b_descriptor, product->own.flags & kTransposedBFlag);
-    if (product->own.a == nullptr)
-        Operand(product->own.a_descriptor, product->own.flags & kTransposedAFlag);
-    start_product(product, {product->own.a_descriptor, product->own.b_descriptor, kN << 3 | product->own.flags});
+    own.b_operand();  // for its checks, while it is known who asks
+    if (own.a == nullptr)
+        own.a_operand();
+    const u32 shape = kN << 3 | own.accumulate << 2 | own.transposed_a << 1 | u32{own.transposed_b};
+    start_product(product, {own.a_descriptor, own.b_descriptor, shape});
 }
 
 template <typename T, u32 kN>
-void multiply(float* d, const u32* a, u64 a_descriptor, u64 b_descriptor, bool accumulate, bool transposed_a,
-              bool transposed_b) {
+void multiply(WgmmaOperands operands) {
     static_assert(kN % 16 == 0 && kN >= 16 && kN <= 256);
-    WgmmaOperands operands = {d, a, a_descriptor, b_descriptor,
-                              (accumulate ? kAccumulateFlag : 0) | (transposed_a ? kTransposedAFlag : 0) |
-                                  (transposed_b ? kTransposedBFlag : 0)};
     meet_warp("wgmma", &operands, issue_product<T, kN>);
 }
 
 }  // namespace emulated
 
-/// Before the first product after registers of A or D were written. Here: after every wgmma_wait.
+/// Asked for after every wgmma_wait.
 DEVICE void wgmma_fence() {
     emulated::meet_warp("wgmma_fence", nullptr, [](void* const*) { emulated::fence_products(); });
 }
 
-/// Closes the group of all products since the last commit.
 DEVICE void wgmma_commit() {
     emulated::meet_warp("wgmma_commit", nullptr, [](void* const*) { emulated::commit(emulated::Unit::kProducts); });
 }
 
-/// Waits until at most kPending groups are under way.
 template <u32 kPending>
 DEVICE void wgmma_wait() {
     emulated::meet_warp("wgmma_wait", nullptr, [](void* const*) { emulated::wait_products(kPending); });
 }
 
-/// Tells the compiler that products under way write these registers up to here: no use of them moves above this line.
 template <u32 kCount>
 DEVICE void wgmma_settle(float (&)[kCount]) {}
 
-/// The two forms of the instruction for one element type and one N.
 template <typename T, u32 kN>
 struct Wgmma {
     /// A and B by descriptors. kAccumulate: D +=, else D =.
     template <bool kAccumulate, bool kTransposedA = false, bool kTransposedB = false>
     static void shared(float (&d)[kN / 2], u64 a, u64 b) {
-        emulated::multiply<T, kN>(d, nullptr, a, b, kAccumulate, kTransposedA, kTransposedB);
+        emulated::multiply<T, kN>({d, nullptr, a, b, kAccumulate, kTransposedA, kTransposedB});
     }
     /// A in registers, B by descriptor.
     template <bool kAccumulate, bool kTransposedB = false>
     static void registers(float (&d)[kN / 2], const u32* a, u64 b) {
-        emulated::multiply<T, kN>(d, a, 0, b, kAccumulate, false, kTransposedB);
+        emulated::multiply<T, kN>({d, a, 0, b, kAccumulate, false, kTransposedB});
     }
 };
