@@ -18,7 +18,7 @@ def forward_shared_bytes(Br: int, Bc: int, d: int, dv: int, stages: int, itemsiz
 
 
 def backward_dkv_shared_bytes(Br: int, Bc: int, d: int, dv: int, stages: int, itemsize: int) -> int:
-    """Bytes of backward_dkv_simt's ``SharedStorage``: K, V, Q, dO, P or dS, LSE and delta.
+    """Bytes of backward_simt's ``SharedStorage``: K, V, Q, dO, P or dS, LSE and delta.
 
     dK and dV leave through the space of K and V.
     """
@@ -72,8 +72,8 @@ _DEFAULTS = {
         256: {227: (128, 32, 8), 163: (64, 32, 8), 99: (32, 16, 4), 64: (16, 16, 2), 48: (8, 16, 1)},
     },
     "backward": {
-        64: {99: (64, 64, 4), 64: (32, 64, 4), 48: (32, 32, 2)},
-        128: {227: (32, 128, 8), 163: (32, 64, 4), 99: (32, 32, 4), 64: (16, 32, 4), 48: (16, 16, 2)},
+        64: {227: (64, 64, 4), 163: (64, 128, 8), 99: (64, 64, 4), 64: (32, 64, 4), 48: (32, 32, 2)},
+        128: {163: (64, 64, 8), 99: (32, 32, 4), 64: (16, 32, 4), 48: (16, 16, 2)},
         256: {227: (32, 64, 8), 163: (32, 32, 4), 99: (16, 32, 4), 64: (8, 16, 2), 48: (8, 8, 1)},
     },
     "backward_dkv": {

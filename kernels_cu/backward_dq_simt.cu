@@ -19,9 +19,8 @@
 constexpr u32 kWarpRows = kBr / kWarps;
 static_assert(kWarpRows * kWarps == kBr, "warps share the rows evenly");
 
-constexpr u32 kLanesM = lanes_over_rows(kWarpRows, kBc);
-using ScoreTile = ThreadTile<kWarpRows, kBc, kLanesM, 1>;
-using GradientQ = ThreadTile<kWarpRows, kD, kLanesM, 4>;
+using ScoreTile = ThreadTile<kWarpRows, kBc, lanes_over_rows(kWarpRows, kBc), 1>;
+using GradientQ = ThreadTile<kWarpRows, kD, lanes_over_rows(kWarpRows, kD), 4>;
 
 struct SharedStorage {
     union {

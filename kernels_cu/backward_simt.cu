@@ -26,10 +26,9 @@ static_assert(kWarpKeys * kWarps == kBc, "warps share the keys evenly");
 constexpr bool kSumDq = CF_SUM_DQ;  // false: backward_dq_simt computes dQ, in a fixed order
 static_assert(!kSumDq || sizeof(Element) == sizeof(float), "dQ is summed in place");
 
-constexpr u32 kLanesM = lanes_over_rows(kWarpKeys, kBr);
-using ScoreTile = ThreadTile<kWarpKeys, kBr, kLanesM, 1>;
-using GradientK = ThreadTile<kWarpKeys, kD, kLanesM, 4>;
-using GradientV = ThreadTile<kWarpKeys, kDv, kLanesM, 4>;
+using ScoreTile = ThreadTile<kWarpKeys, kBr, lanes_over_rows(kWarpKeys, kBr), 1>;
+using GradientK = ThreadTile<kWarpKeys, kD, lanes_over_rows(kWarpKeys, kD), 4>;
+using GradientV = ThreadTile<kWarpKeys, kDv, lanes_over_rows(kWarpKeys, kDv), 4>;
 
 constexpr u32 kWarpsDqD = kSumDq ? CF_WARPS_DQ_D : 1;       // dQ: warps over head dims ...
 constexpr u32 kWarpsDqQ = kSumDq ? kWarps / kWarpsDqD : 1;  // ... and queries

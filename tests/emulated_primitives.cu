@@ -198,10 +198,14 @@ KERNEL(32, 1) void copy_8(PARAMS(BytesParams) params) { copy_bytes<8>(params); }
 KERNEL(32, 1) void copy_16(PARAMS(BytesParams) params) { copy_bytes<16>(params); }
 
 struct SumParams {
-    float* sums;  // four
+    float* sums;  // seven
 };
 
-KERNEL(kThreads, 1) void sum(PARAMS(SumParams) params) { reduce_add4(params.sums, 1.0f, 2.0f, thread_index(), -1.0f); }
+KERNEL(kThreads, 1) void sum(PARAMS(SumParams) params) {
+    reduce_add4(params.sums, 1.0f, 2.0f, thread_index(), -1.0f);
+    reduce_add2(params.sums + 4, 3.0f, -2.0f);
+    reduce_add(params.sums + 6, 0.5f);
+}
 
 // ---- What the emulation has to bring to light.
 

@@ -60,7 +60,7 @@ def matrix():
         ]
     for arch in ("sm_75", "sm_90", "sm_120"):
         cases[f"{arch}: float32 has kernels of its own"] = [
-            (arch, run, {"d": d, "dtype": "ieee"}) for d, run in product(DIMS, (FORWARD, BACKWARD))
+            (arch, run, {"d": d, "dtype": "ieee"}) for d, run in product(DIMS, PASSES)
         ]
     cases["sm_75: bfloat16 has no tensor cores"] = [
         ("sm_75", run, {"d": d, "dtype": "bfloat16"}) for d, run in product(DIMS, (FORWARD, BACKWARD))

@@ -236,9 +236,10 @@ def test_copies_of_every_size(run, size):
 
 
 def test_reductions_are_atomic_between_host_threads(run):
-    sums, grid = f32(4), 2000
+    sums, grid = f32(7), 2000
     run("sum", sums, grid=grid, workers=2)
-    np.testing.assert_array_equal(sums, grid * np.array([THREADS, 2 * THREADS, THREADS * (THREADS - 1) / 2, -THREADS]))
+    each = THREADS * np.array([1, 2, (THREADS - 1) / 2, -1, 3, -2, 0.5])
+    np.testing.assert_array_equal(sums, grid * each)
 
 
 # ---- What the emulation has to bring to light.

@@ -174,7 +174,8 @@ def test_case_10_rows_that_do_not_see_a_nan_keep_every_bit(backend, Sk, options)
     """The last key is NaN, -inf in the value: only the last row sees it."""
     q, k, v = qkv(2, Sk, Sk, 2, 2, 32, Dv=24)
     dout = randn(2, Sk, 2, 24)
-    problem = Problem.of(q, k, v, **options)
+    # Without an order, dQ summed over more than two blocks of keys has other bits in every run.
+    problem = Problem.of(q, k, v, deterministic=Sk > 67, **options)
     out, lse = backend.forward(problem, q, k, v)
     dq, dk, dv = backend.backward(problem, dout, q, k, v, out, lse)
     k[0, -1], v[0, -1] = np.nan, -np.inf

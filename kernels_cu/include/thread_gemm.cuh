@@ -7,9 +7,18 @@
 #include "platform/thread.cuh"
 #include "row_tile.cuh"
 
-/// Lanes over the rows of a warp's `rows` x `cols` results; the others share the columns. Eight rows per lane if possible.
+/// Lanes over the rows of a warp's `rows` x `cols` results; the others share the columns. A lane's block shall be as square
+/// as can be: for every four k it loads its rows once and its columns once.
 DEVICE constexpr u32 lanes_over_rows(u32 rows, u32 cols) {
-    return rows >= 64 ? 8 : rows > 16 || cols % 16 != 0 ? 4 : 2;
+    u32 best = 0, fewest_loads = ~0u;
+    for (u32 lanes = 2; lanes <= 8; lanes *= 2) {
+        const u32 loads = rows / lanes + cols * lanes / 32;
+        if (rows % lanes == 0 && cols * lanes % 32 == 0 && loads < fewest_loads) {
+            best = lanes;
+            fewest_loads = loads;
+        }
+    }
+    return best;
 }
 
 /// kRows x kCols float32 results of one warp, kLanesM lanes over the rows. A lane has every kLanesM-th row, and the columns
