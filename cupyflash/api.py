@@ -54,7 +54,7 @@ class Call(NamedTuple):
     """A checked call: the problem, the module that computes it, and the shapes of its results."""
 
     problem: Problem
-    place: str  # "cpu", "gpu", or "streaming" (NumPy arrays on the GPU)
+    place: str  # "cpu", "gpu", "streaming" (NumPy arrays on the GPU), or "emulated"
     backend: Any  # the module of that name; all have the same forward and backward
     xp: Any  # numpy or cupy: the module of the arrays
     is_bhsd: bool
@@ -100,7 +100,9 @@ def attention(
         out: array of the shape and dtype of the result to write to; may be strided, may not overlap q, k or v.
         deterministic: gradients equal in every bit from run to run; the forward pass always is.
         precision: of float32 products on the GPU, "ieee" (default) or "tf32" (10-bit mantissas, faster).
-        device: None computes where the arrays are. "cuda" sends NumPy arrays to the current GPU and back.
+        device: None computes where the arrays are. "cuda" sends NumPy arrays to the current GPU and back. "emulated"
+            runs the CUDA kernels on the CPU, thread by thread, for learning and debugging: NumPy arrays only, thousands
+            of times slower than a GPU, needs g++.
 
     Returns:
         out, (B, Sq, H, Dv) in ``layout`` and the dtype of q; with ``return_lse=True`` the tuple (out, lse), lse being
@@ -254,7 +256,8 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
         arrays.check_one_place(adopted)
         call = _resolve(adopted["q"], adopted["k"], adopted["v"], Options(**options))
         if call.place != "cpu":
-            importlib.import_module(".gpu", __package__).check(call.problem)
+            kernels = "emulated" if call.place == "emulated" else "gpu"
+            importlib.import_module(f".{kernels}", __package__).check(call.problem)
     except Exception as error:  # whatever keeps attention from working is the answer
         return False, str(error)
     return True, ""
@@ -276,7 +279,9 @@ def _forward(call: Call, q: Array, k: Array, v: Array, out: Array | None, return
         out = target = call.xp.empty(call.out_shape, q.dtype)
     else:
         _check_out(out, q, k, v, call)
-        target = out if call.place != "gpu" or _is_addressable(out) else call.xp.empty(call.out_shape, q.dtype)
+        target = (
+            out if call.place not in _BY_KERNELS or _is_addressable(out) else call.xp.empty(call.out_shape, q.dtype)
+        )
     lse = call.xp.empty(call.lse_shape, call.lse_dtype) if return_lse else None
 
     if call.is_empty:
@@ -331,6 +336,8 @@ def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array,
     return dq, dk, dv
 
 
+_BY_KERNELS = ("gpu", "emulated")  # places where kernels address the arrays themselves
+
 _calls: dict[Any, Call] = {}
 _CALLS_KEPT = 4096  # more than a program has kinds of calls, unless every sequence length is new
 
@@ -373,7 +380,10 @@ def _place(q: Array, device: str | None) -> str:
     if device is not None:
         one_of("device", device, ("cpu", "cuda", "emulated"))
     if device == "emulated":
-        raise NotImplementedError('device="emulated" is not supported; use "cpu" or "cuda"')
+        if type(q) is not np.ndarray:
+            raise ValueError('device="emulated" computes NumPy arrays; bring the arrays over with cupy.asnumpy')
+        importlib.import_module(".runtime.emulated", __package__).require_compiler()
+        return "emulated"
     if type(q) is np.ndarray:
         if device != "cuda":
             return "cpu"
@@ -388,7 +398,7 @@ def _place(q: Array, device: str | None) -> str:
 
 def _operands(call: Call, *operands: Array) -> Any:
     """Views of arrays as (B, S, H, D), copied only where a kernel could not address their elements."""
-    if call.place == "gpu" and not all(map(_is_addressable, operands)):
+    if call.place in _BY_KERNELS and not all(map(_is_addressable, operands)):
         operands = tuple(a if _is_addressable(a) else call.xp.ascontiguousarray(a) for a in operands)
     return [array.transpose(0, 2, 1, 3) for array in operands] if call.is_bhsd else operands
 
@@ -399,7 +409,8 @@ def _bshd(call: Call, array: Array) -> Array:
 
 def _is_addressable(array: Array) -> bool:
     """Whether kernels can read an array in place: rows of head_dim consecutive elements, aligned to whole elements."""
-    return _strides_fit(array.strides, array.itemsize) and not array.data.ptr % array.itemsize
+    address = array.ctypes.data if type(array) is np.ndarray else array.data.ptr
+    return _strides_fit(array.strides, array.itemsize) and not address % array.itemsize
 
 
 @functools.lru_cache(maxsize=4096)

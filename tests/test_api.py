@@ -213,8 +213,6 @@ def test_backward_checks_what_forward_made():
 def test_devices():
     q = randn(1, 4, 2, 8)
     np.testing.assert_array_equal(cupyflash.attention(q, q, q, device="cpu"), cupyflash.attention(q, q, q))
-    with pytest.raises(NotImplementedError, match="emulated"):
-        cupyflash.attention(q, q, q, device="emulated")
     with pytest.raises(ValueError, match="device is 'tpu'"):
         cupyflash.attention(q, q, q, device="tpu")
 
@@ -346,7 +344,6 @@ def test_supported_never_raises():
         ((q, q, q), {"window": (-1, 0)}, "window left is -1"),
         ((q, q, q), {"window": object()}, "expected None or (left, right)"),
         ((q, q, q), {"dropout": 0.5}, "dropout"),
-        ((q, q, q), {"device": "emulated"}, "emulated"),
     ]:
         answer = cupyflash.supported(*arguments, **options)
         assert answer[0] is False

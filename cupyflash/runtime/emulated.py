@@ -60,6 +60,21 @@ def available() -> bool:
     return compiler() is not None
 
 
+def require_compiler() -> str:
+    """The path of g++.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    gxx = compiler()
+    if gxx is None:
+        raise RuntimeError(
+            "the emulated device builds the kernels with g++, which was not found in PATH; install GCC "
+            '(for example: apt install g++, or conda install gxx), or compute with device="cpu"'
+        )
+    return gxx
+
+
 @dataclass(frozen=True)
 class Library:
     """Kernels built for the host; made by `build`, run by `launch`."""
@@ -80,9 +95,7 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
     Raises:
         RuntimeError: there is no g++, or it does not accept the source (with its messages).
     """
-    gxx = compiler()
-    if gxx is None:
-        raise RuntimeError("the emulated device builds kernels with g++, which was not found in PATH; install GCC")
+    gxx = require_compiler()
     launcher = _LAUNCHER.read_text(encoding="utf-8").replace("#pragma once", "")
     source = f'{source}\n#line 1 "platform/launch.cuh"\n{launcher}'
     macros = tuple(f"-D{name}={value}" for name, value in (defines or {}).items())
@@ -159,9 +172,7 @@ def sanitizer_environment() -> dict[str, str]:
 
     AddressSanitizer has to be loaded before everything else, also before Python, whose own leaks are not of interest.
     """
-    gxx = compiler()
-    if gxx is None:
-        raise RuntimeError("the sanitizers come with g++, which was not found in PATH; install GCC")
+    gxx = require_compiler()
     runtime = subprocess.run([gxx, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
     options = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
     return {**os.environ, **options}
