@@ -1,5 +1,7 @@
 # make demo    sets everything up and runs the main job on real input
 # make test    sets everything up, lints, and runs all tests
+# make coverage  which lines of the kernels the emulated suite executes; at least 95%
+# make asan    emulated kernels under AddressSanitizer
 # make lint, bench, docs, venv, clean
 #
 # PYTHON       the interpreter to start from, 3.10 to 3.13
@@ -24,12 +26,18 @@ skip_without =
 endif
 PIP := $(PY) -m pip --disable-pip-version-check install -q
 
-.PHONY: demo test lint bench docs venv clean
+.PHONY: demo test coverage asan lint bench docs venv clean
 demo: $(STAMPS)/demo
 	$(PY) -m cupyflash demo
 
 test: lint
 	$(PY) -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS)) $(PYTEST_ARGS)
+
+coverage: $(STAMPS)/test
+	$(PY) tests/kernel_coverage.py --processes $(JOBS)
+
+asan: $(STAMPS)/test
+	$(PY) tests/sanitized_cases.py
 
 # mypy sees the library as it is installed, kernels_cu and tuning in their places.
 lint: $(STAMPS)/test

@@ -86,6 +86,8 @@ class Library:
 def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize: bool = False) -> Library:
     """Builds a flattened kernel source for the host, or takes it from the cache.
 
+    ``CUPYFLASH_EMULATED_FLAGS`` in the environment gives g++ further options, such as ``-O0 -g`` for a debugger.
+
     Args:
         source: what ``flatten(kernel_file, "emulated")`` returned.
         defines: values of the macros that the source leaves open.
@@ -99,7 +101,8 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
     launcher = _LAUNCHER.read_text(encoding="utf-8").replace("#pragma once", "")
     source = f'{source}\n#line 1 "platform/launch.cuh"\n{launcher}'
     macros = tuple(f"-D{name}={value}" for name, value in (defines or {}).items())
-    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED), *macros)
+    further = os.environ.get("CUPYFLASH_EMULATED_FLAGS", "").split()
+    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED), *further, *macros)
     key = hashlib.sha256("\0".join((_version(gxx), *flags, source)).encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.so"
     if not path.exists():
@@ -197,4 +200,5 @@ def _compile(gxx: str, flags: Sequence[str], source: str, path: Path) -> None:
         result = subprocess.run(command, input=source, capture_output=True, text=True)
         if result.returncode:
             raise RuntimeError(f"g++ could not build the kernel:\n{result.stderr}")
-        os.replace(built, path)
+        for product in sorted(Path(directory).iterdir(), key=lambda product: product == built):  # notes of gcov, if any
+            os.replace(product, path.parent / product.name)

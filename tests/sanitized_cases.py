@@ -1,0 +1,38 @@
+"""The emulated cases whose arrays end where their memory ends, under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+``python tests/sanitized_cases.py`` runs them all, or those named; the first error ends the process with a report.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import emulated_cases
+
+from cupyflash.runtime import emulated
+
+CASES = [name for name, case in emulated_cases.CASES.items() if case.layout == "tight"]
+
+
+def run(cases=CASES, sources=None):
+    """The finished process; ``sources``: a folder of kernels in place of ``kernels_cu``."""
+    environment = emulated.sanitizer_environment()
+    if sources is not None:
+        environment["KERNELS"] = str(sources)
+    return subprocess.run([sys.executable, __file__, *cases], env=environment, capture_output=True, text=True)
+
+
+def main():
+    if "ASAN_OPTIONS" not in os.environ:  # the sanitizers have to be there from the start
+        os.execve(sys.executable, [sys.executable, *sys.argv], emulated.sanitizer_environment())
+    sources = os.environ.get("KERNELS")
+    for name in sys.argv[1:] or CASES:
+        emulated_cases.run(
+            name, schedules=emulated_cases.SCHEDULES[-1:], sanitize=True, sources=Path(sources) if sources else None
+        )
+        print(f"{name}: no access out of bounds", flush=True)
+
+
+if __name__ == "__main__":
+    main()
