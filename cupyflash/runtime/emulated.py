@@ -33,6 +33,15 @@ _COPY_MODES: tuple[CopyMode, ...] = ("issue", "wait", "random")
 _MAX_THREADS = 1024
 _MESSAGE_BYTES = 65536
 
+POISON = 0xFFD5  # what memory holds that nobody has written, in 16 bits: see launch.cuh
+
+# For CUPYFLASH_EMULATED_FLAGS: reads of such memory are reported. The kernel's variant of AddressSanitizer leaves the
+# checks to functions, which are ours; it is not AddressSanitizer itself, whose macro therefore has to go.
+WATCHED = (
+    "-fsanitize=kernel-address --param=asan-instrumentation-with-call-threshold=0 --param=asan-stack=0 "
+    "--param=asan-globals=0 -U__SANITIZE_ADDRESS__ -DCF_EMULATED_WATCHED"
+)
+
 _LAUNCHER = files("cupyflash.kernels_cu") / "include" / "emulated" / "launch.cuh"
 
 # No contraction: multiply_rounded must round. No strict aliasing: kernels reinterpret storage, which nvcc allows.

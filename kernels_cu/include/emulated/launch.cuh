@@ -6,6 +6,7 @@
 // a warp are fibers of their own: between collectives they do not move in step, as on any GPU since Volta.
 #pragma once
 
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -57,8 +58,9 @@ struct Launch {
 constexpr u32 kMaxWarps = 32;
 constexpr u32 kMaxThreads = kLanes * kMaxWarps;
 constexpr u64 kSharedAlignment = 1024;
-// NaN in every floating-point type: what a kernel reads before it is written shows in the result.
-constexpr int kPoison = 0xff;
+// What memory holds that nobody has written (host.py fills workspaces with it too). NaN in every floating-point type, so
+// that it shows in results, and no NaN that anybody else makes, so that reads of it can be reported.
+constexpr u16 kPoison = 0xffd5;
 
 // ---- Contexts: a stack and where it was left.
 
@@ -566,8 +568,8 @@ bool run(Block& own, u32 index) {
     if (block->random_state == 0)
         block->random_state = 1;
     if (block->launch.shared_bytes != 0) {
-        std::memset(block->shared.get(), kPoison, block->launch.shared_bytes);
-        std::memset(block->async_view.get(), kPoison, block->launch.shared_bytes);
+        for (u8* memory : {block->shared.get(), block->async_view.get()})
+            std::fill_n(reinterpret_cast<u16*>(memory), block->launch.shared_bytes / sizeof(u16), kPoison);
     }
     block->state = {};
     // At random, one unit may be as fast and another as slow as can be: together they show more than in step.
@@ -713,3 +715,48 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
     std::snprintf(message, message_bytes, "%s", error.c_str());
     return error.empty() ? 0 : 1;
 }
+
+// ---- Reads of memory that nobody has written: emulated.py, WATCHED. The compiler calls these at every access.
+
+#if defined(CF_EMULATED_WATCHED)
+namespace emulated {
+
+thread_local bool is_checking = false;  // what the check itself reads
+
+__attribute__((no_sanitize_address)) void check_read(u64 address, u64 bytes, void* reader) {
+    if (block == nullptr || is_checking)
+        return;
+    is_checking = true;
+    // Only shared memory is read by 2 bytes; elsewhere such a read is half of something else.
+    const u64 offset = address - reinterpret_cast<u64>(block->shared.get());
+    const u64 element = bytes == 2 && offset < block->launch.shared_bytes ? 2 : 4;
+    const u16* halves = reinterpret_cast<const u16*>(address);
+    for (u64 n = 0; n + element <= bytes && address % element == 0; n += element)
+        if (halves[n / 2] == kPoison && halves[(n + element) / 2 - 1] == kPoison) {
+            Dl_info library;
+            dladdr(reader, &library);
+            is_checking = false;
+            fail("reads memory that nobody has written; addr2line -i -e %s %#llx names the line", library.dli_fname,
+                 static_cast<u64>(static_cast<u8*>(reader) - static_cast<u8*>(library.dli_fbase)) - 1);
+        }
+    is_checking = false;
+}
+
+}  // namespace emulated
+
+#define CF_ACCESS(size, bytes)                                                                      \
+    extern "C" __attribute__((no_sanitize_address)) void __asan_load##size##_noabort(u64 address) { \
+        emulated::check_read(address, bytes, __builtin_return_address(0));                          \
+    }                                                                                               \
+    extern "C" __attribute__((no_sanitize_address)) void __asan_store##size##_noabort(u64) {}
+CF_ACCESS(1, 1)
+CF_ACCESS(2, 2)
+CF_ACCESS(4, 4)
+CF_ACCESS(8, 8)
+CF_ACCESS(16, 16)
+extern "C" __attribute__((no_sanitize_address)) void __asan_loadN_noabort(u64 address, u64 bytes) {
+    emulated::check_read(address, bytes, __builtin_return_address(0));
+}
+extern "C" __attribute__((no_sanitize_address)) void __asan_storeN_noabort(u64, u64) {}
+extern "C" void __asan_handle_no_return() {}
+#endif
