@@ -87,6 +87,6 @@ class HostRuntime:
         return _TENSOR_MAP.pack(address, *sizes, *byte_strides, *box, itemsize, _SWIZZLE_BYTES)
 
     def workspace(self, floats: int) -> Array:
-        padded = np.full(floats + 64, np.nan, np.float32)
+        padded = np.full(2 * (floats + 64), emulated.POISON, np.uint16).view(np.float32)
         skip = -padded.ctypes.data % 256 // 4
         return padded[skip : skip + floats]
