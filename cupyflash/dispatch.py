@@ -18,6 +18,7 @@ from .tuning import store
 _ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
 _LARGEST = {"float16": "65504.0f", "bfloat16": "3.3895e38f", "float32": "3.4028e38f"}
 _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source file, name of the main kernel)
+    ("wgmma", "forward"): ("forward_wgmma.cu", "forward_wgmma"),
     ("mma", "forward"): ("forward_mma.cu", "forward_mma"),
     ("mma", "backward"): ("backward_mma.cu", "backward_mma"),
     ("mma", "backward_dkv"): ("backward_mma.cu", "backward_mma"),
@@ -44,6 +45,7 @@ class Kernel:
     defines: tuple[tuple[str, object], ...]
     threads: int
     shared_bytes: int
+    target: str = ""  # of the compiler, where the GPU's own name is not enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class Plan:
         dq_floats: float32 workspace in which dQ is summed; 0 where it is summed in place or has a kernel of its own.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from ("tuned", "heuristic" or "given").
+        dynamic: blocks take their tiles from a counter in global memory.
+        map_rows: rows of q, k and v that one load of the tensor memory accelerator moves; empty where the kernel has no
+            use for tensor maps.
     """
 
     launches: tuple[tuple[Kernel, int], ...]
@@ -63,23 +68,30 @@ class Plan:
     dq_floats: int
     section: int
     configs: tuple[tuple[Task, TileConfig, str], ...]
+    dynamic: bool = False
+    map_rows: tuple[int, ...] = ()
 
 
 Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
 
 
-def choose(task: Task, problem: Problem, limits: Limits, given: Given | None = None) -> tuple[TileConfig, str]:
+def choose(
+    task: Task, problem: Problem, limits: Limits, given: Given | None = None, mappable: bool = True
+) -> tuple[TileConfig, str]:
     """The tiles for a task, and where the choice comes from.
+
+    Args:
+        mappable: tensor maps can describe q, k and v; family "wgmma" is considered only then.
 
     Raises:
         UnsupportedError: nothing fits the GPU.
     """
     if given and task in given:
         return given[task], "given"
-    tuned = store.find(task, problem, limits)
-    if tuned is not None and resources.why_illegal(task, tuned, problem, limits) is None:
-        return tuned, "tuned"
-    found = heuristics.candidates(task, problem, limits)
+    for tuned in store.find(task, problem, limits):
+        if resources.why_illegal(task, tuned, problem, limits) is None and (mappable or tuned.family != "wgmma"):
+            return tuned, "tuned"
+    found = [c for c in heuristics.candidates(task, problem, limits) if mappable or c.family != "wgmma"]
     if not found:
         listed = heuristics.listed(task, problem, limits)
         reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in listed})
@@ -90,17 +102,32 @@ def choose(task: Task, problem: Problem, limits: Limits, given: Given | None = N
     return found[0], "heuristic"
 
 
-def plan_forward(problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None) -> Plan:
-    """The one launch of a forward pass. vector_bytes: alignment of all pointers, strides and rows, at most 16."""
-    config, origin = choose("forward", problem, limits, given)
+def plan_forward(
+    problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None, mappable: bool = True
+) -> Plan:
+    """The one launch of a forward pass.
+
+    Args:
+        vector_bytes: alignment of all pointers, strides and rows, at most 16.
+        mappable: no stride of q, k and v is negative, or 0 along more than one row, head or batch entry: tensor maps
+            know no such thing.
+    """
+    config, origin = choose("forward", problem, limits, given, mappable and vector_bytes == 16)
     kernel = _kernel("forward", config, problem, vector_bytes, limits)
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize
+    blocks = _query_blocks(problem, config)
+    wgmma = config.family == "wgmma"
     return Plan(
-        launches=((kernel, _query_blocks(problem, config)),),
+        launches=((kernel, min(blocks, limits.sm_count) if wgmma else blocks),),
         delta_floats=0,
         dq_floats=0,
-        section=_section(problem, problem.seqlen_k * row_bytes // problem.group, problem.num_heads, limits),
+        section=min(
+            _section(problem, problem.seqlen_k * row_bytes // problem.group, problem.num_heads, limits),
+            _section_of_rounds(problem, config, limits) if wgmma else 2**31,
+        ),
         configs=(("forward", config, origin),),
+        dynamic=wgmma and config.dynamic,
+        map_rows=(64, config.Bc, config.Bc) if wgmma else (),
     )
 
 
@@ -145,7 +172,8 @@ def _kernel(task: Task, config: TileConfig, problem: Problem, vector_bytes: int,
     file, name = _FILES[config.family, task]
     shared_bytes = resources.shared_bytes(task, config, problem)
     defines = defines_of(task, config, problem, vector_bytes, shared_bytes, limits.arch)
-    return Kernel(file, name, tuple(defines.items()), config.threads, shared_bytes)
+    target = f"sm_{limits.arch}a" if config.family == "wgmma" else ""
+    return Kernel(file, name, tuple(defines.items()), config.threads, shared_bytes, target)
 
 
 def defines_of(
@@ -172,6 +200,14 @@ def defines_of(
         "CF_BAND_LAST": int(problem.band.last is not None),
         "CF_SCORE": 2 if problem.softcap else (0 if problem.scale > 0 else 1),
     }
+    if config.family == "wgmma":
+        defines |= {
+            "CF_SHARED_BASE": resources.SHARED_BASE,
+            "CF_STALE_MAXIMUM": int(config.stale_maximum),
+            "CF_TURNS": int(config.turns),
+            "CF_CHECK": int(__import__("os").environ.get("CFX_CHECK", "1")),
+            "CF_BETA": __import__("os").environ.get("CFX_BETA", "2.0f"),
+        }
     if task in ("backward", "backward_dkv"):
         defines |= {
             "CF_SUM_DQ": int(task == "backward"),
@@ -184,13 +220,24 @@ def defines_of(
 
 
 def _section(problem: Problem, bytes_per_head: int, heads: int, limits: Limits) -> int:
-    """Heads whose blocks are interleaved, longest first: as many as stream from half of the L2 cache.
+    """Heads whose blocks are interleaved, longest first: an equal part of all, that streams from half of the L2 cache.
 
     Without a mask all blocks are equally long; then one head follows the other, for the sake of the cache.
     """
     if not problem.is_masked:
         return 1
-    return max(1, min(problem.batch * heads, limits.l2_bytes // 2 // max(1, bytes_per_head)))
+    heads *= problem.batch
+    sections = -(-heads * bytes_per_head // (limits.l2_bytes // 2))
+    return -(-heads // max(1, min(sections, heads)))
+
+
+def _section_of_rounds(problem: Problem, config: TileConfig, limits: Limits) -> int:
+    """Heads whose tiles give each of the persistent blocks a long one and a short one.
+
+    More would let the blocks fetch new keys all at once, in the long tiles, and none in the short ones that follow.
+    """
+    tiles_per_head = -(-problem.seqlen_q // config.Br)
+    return -(-2 * limits.sm_count // tiles_per_head)
 
 
 def _query_blocks(problem: Problem, config: TileConfig) -> int:

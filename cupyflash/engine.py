@@ -6,19 +6,19 @@ allocated again but the backward's workspace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-
-import numpy as np
 
 from .arrays import Array
 from .dispatch import Given, Kernel, Plan, plan_backward, plan_forward
 from .problem import Problem
 from .resources import Limits
-from .runtime.params import BACKWARD, FORWARD, ParamStruct
+from .runtime.params import BACKWARD, FORWARD, FORWARD_TENSOR, ParamBlock, ParamStruct
 
-# A kernel ready to launch: takes the parameter struct as a void array of one element.
-Launcher = Callable[[Any], None]
+Launcher = Callable[[ParamBlock], None]  # a kernel ready to launch
+
+_PANEL_BYTES = 128  # of a row in one load, kernels_cu/include/panel_tile.cuh
+_MAPS_KEPT = 1024  # more than an allocator's pool has blocks of one size
 
 _PREPARED_KEPT = 4096  # more than a program has kinds of calls, unless every sequence length is new
 
@@ -37,6 +37,25 @@ class Runtime(Protocol):
 
     def address(self, array: Array) -> int:
         """Address of an array's first element."""
+
+    def tensor_map(
+        self, address: int, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], itemsize: int
+    ) -> bytes:
+        """The 128 bytes that describe a tensor to the tensor memory accelerator.
+
+        Args:
+            address: of the first element, aligned to 16 bytes.
+            sizes: of the four dimensions in elements, the innermost first.
+            byte_strides: of the three outer dimensions, multiples of 16.
+            box: what one load moves, in elements per dimension; 128 bytes along the innermost, which lie in shared
+                memory with the 128-byte swizzle.
+            itemsize: bytes of an element.
+        """
+
+    def tile_counter(self) -> int:
+        """Address of two uint32 zeros with which a kernel on the current stream counts its tiles; it leaves them as
+        they were. 0 where there are none to be had.
+        """
 
     def workspace(self, floats: int) -> Array:
         """An uninitialised float32 array, aligned to 256 bytes."""
@@ -66,7 +85,10 @@ class Engine:
         key = (problem, q.strides, k.strides, v.strides, out.strides, bits, self._runtime.device())
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepare(key, FORWARD, plan_forward, (q, k, v, out), bits)
+            arrays = (q, k, v, out)
+            width = vector_bytes(problem, arrays, bits)
+            plan = plan_forward(problem, width, self._runtime.limits(), self._given, mappable(arrays[:3]))
+            prepared = self._prepare(key, plan, FORWARD_TENSOR if plan.map_rows else FORWARD, arrays)
         prepared.launch(*pointers, 0 if lse is None else address(lse))
 
     def backward(
@@ -90,24 +112,17 @@ class Engine:
         key = (problem, *(array.strides for array in arrays), bits, self._runtime.device())
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepare(key, BACKWARD, plan_backward, arrays, bits)
+            width = vector_bytes(problem, arrays, bits)
+            plan = plan_backward(problem, width, self._runtime.limits(), self._given)
+            prepared = self._prepare(key, plan, BACKWARD, arrays)
         plan = prepared.plan
         delta_floats = -(-plan.delta_floats // 64) * 64  # keeps the sum behind it aligned
         workspace = self._runtime.workspace(delta_floats + plan.dq_floats)
         delta = address(workspace)
         prepared.launch(*at[:5], address(lse), *at[5:], delta, delta + 4 * delta_floats)
 
-    def _prepare(
-        self,
-        key: Any,
-        struct: ParamStruct,
-        plan_of: Callable[[Problem, int, Limits, Given | None], Plan],
-        arrays: tuple[Array, ...],
-        bits: int,
-    ) -> Prepared:
-        problem: Problem = key[0]
-        plan = plan_of(problem, vector_bytes(problem, arrays, bits), self._runtime.limits(), self._given)
-        prepared = Prepared(self._runtime, problem, plan, struct, arrays)
+    def _prepare(self, key: Any, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:
+        prepared = Prepared(self._runtime, key[0], plan, struct, arrays)
         if len(self._prepared) >= _PREPARED_KEPT:
             self._prepared.clear()
         self._prepared[key] = prepared
@@ -122,22 +137,58 @@ class Prepared:
     ) -> None:
         self.plan = plan
         self.launchers = [runtime.load(kernel, grid) for kernel, grid in plan.launches]
-        self._template = _void(struct.packer.size)
+        self._maps = [
+            TensorMaps(runtime, array, rows)
+            for array, rows in zip(arrays[: len(plan.map_rows)], plan.map_rows, strict=True)
+        ]
         constants = _constants(problem, plan.section, [_strides(array) for array in arrays])
-        struct.packer.pack_into(self._template, 0, *[0] * struct.pointers, *constants)
-        self._pack_pointers = struct.pointer_packer.pack_into
+        nothing = [bytes(128)] * struct.maps + [0] * struct.pointers
+        self._content = struct.packer.pack(*nothing, *constants)
+        self._pack_addresses = struct.address_packer.pack_into
+        self._tile_counter = runtime.tile_counter if plan.dynamic else int
+        self._blocks: list[ParamBlock] = []  # those that no thread is launching with
 
     def launch(self, *pointers: int) -> None:
         """Launches on the current stream, in the order of the struct's pointers."""
-        params = self._template.copy()  # one per call: threads may share what is prepared
-        self._pack_pointers(params, 0, *pointers)
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = ParamBlock(self._content)
+        if self._maps:
+            maps = [map_of.at(pointer) for map_of, pointer in zip(self._maps, pointers, strict=False)]
+            self._pack_addresses(block.buffer, 0, *maps, self._tile_counter(), *pointers)
+        else:
+            self._pack_addresses(block.buffer, 0, *pointers)
         for launcher in self.launchers:
-            launcher(params)
+            launcher(block)
+        self._blocks.append(block)
 
 
-def _void(size: int) -> Any:
-    """``size`` zero bytes as one element: CuPy passes such an array to a kernel by value."""
-    return np.zeros(1, f"V{size}")
+class TensorMaps:
+    """Tensor maps of arrays that differ in their address only, kept since a program comes back to its addresses."""
+
+    def __init__(self, runtime: Runtime, array: Array, rows: int) -> None:
+        batch, length, heads, head_dim = array.shape
+        itemsize = array.itemsize
+        # (B, S, H, D) is (D, S, H, B) here. The stride along an axis of length 1 means nothing, but must be legal.
+        byte_strides = [stride * itemsize or 16 for stride in _strides(array)]
+        self._describe: tuple[Any, ...] = (
+            (head_dim, length, heads, batch),
+            (byte_strides[1], byte_strides[2], byte_strides[0]),
+            (_PANEL_BYTES // itemsize, rows, 1, 1),
+            itemsize,
+        )
+        self._runtime = runtime
+        self._maps: dict[int, bytes] = {}
+
+    def at(self, address: int) -> bytes:
+        """The map of the array at this address."""
+        found = self._maps.get(address)
+        if found is None:
+            if len(self._maps) >= _MAPS_KEPT:
+                self._maps.clear()
+            found = self._maps[address] = self._runtime.tensor_map(address, *self._describe)
+        return found
 
 
 def _strides(array: Array) -> tuple[int, int, int]:
@@ -157,6 +208,15 @@ def vector_bytes(problem: Problem, arrays: tuple[Array, ...], pointer_bits: int)
         elements |= batch | row | head
     bits = elements * problem.itemsize | pointer_bits | 16
     return bits & -bits
+
+
+def mappable(arrays: Sequence[Array]) -> bool:
+    """Whether no stride is negative, or 0 along an axis longer than 1; tensor maps know no such thing."""
+    return all(
+        stride > 0 or (stride == 0 and length == 1)
+        for array in arrays
+        for stride, length in zip(_strides(array), array.shape[:3], strict=True)
+    )
 
 
 def _constants(problem: Problem, section: int, strides: list[tuple[int, int, int]]) -> list[float]:

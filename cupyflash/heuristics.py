@@ -15,6 +15,13 @@ from .tiles import Task, TileConfig, tile_head_dims
 
 _Table = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
+# Forward on Hopper: (Br, Bc, warps, stages).
+_WGMMA = (
+    (64, ((192, 128, 16, 2),)),
+    (128, ((128, 128, 12, 2),)),
+    (192, ((128, 96, 12, 2),)),
+    (256, ((128, 64, 12, 2),)),
+)
 # Tables of (largest tile head dim, configurations), smallest first. Forward: (Br, Bc, warps).
 _FORWARD = (
     (64, ((128, 128, 4), (128, 96, 4), (128, 64, 4), (64, 64, 4), (64, 32, 4))),
@@ -106,7 +113,14 @@ def candidates(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]
 
 def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     """All configurations that are considered for the task, legal on the GPU or not."""
-    return [*_mma_list(task, problem, limits), *_simt_list(task, problem, limits)]
+    return [*_wgmma_list(task, problem), *_mma_list(task, problem, limits), *_simt_list(task, problem, limits)]
+
+
+def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
+    if task != "forward":
+        return []
+    head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
+    return [TileConfig("wgmma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(_WGMMA, head_dim)]
 
 
 def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:

@@ -15,7 +15,15 @@ from .tiles import Task, TileConfig, tile_head_dims
 _ALIGNMENT = 128  # of a shared tile, and so of the whole storage
 _USABLE_REGISTERS = 255  # per thread; the architecture's limit
 _REGISTERS_PER_SM = 65536
+SHARED_BASE = 1024  # where a block's dynamic shared memory begins on sm_90, if it has no other; the system has the rest
 _RESERVED_SHARED_BYTES = 1024  # per block, taken by the system from sm_80 on
+
+# Of family "wgmma": panels of 64 columns, and what the consumers are told per tile.
+_PANEL_COLUMNS = 64
+_PANEL_ROW_BYTES = 128
+_PANEL_ALIGNMENT = 1024
+_TILE_BYTES = 144
+_CONSUMER_REGISTERS = {2: 232, 3: 160}  # per thread, by the number of consumer warpgroups
 
 _SIMT_SHARED_BYTES = {
     "forward": resources_simt.forward_shared_bytes,
@@ -67,6 +75,11 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
     Br, Bc, stages = config.Br, config.Bc, config.stages
     if config.family == "simt":
         return _SIMT_SHARED_BYTES[task](Br, Bc, d, dv, stages, size)
+    if config.family == "wgmma":
+        consumers = _consumers(config)
+        panels, panels_v = -(-d // _PANEL_COLUMNS), -(-dv // _PANEL_COLUMNS)
+        tiles = _PANEL_ROW_BYTES * (64 * consumers * panels + stages * Bc * (panels + panels_v))
+        return _round_up(tiles + 8 * (2 * consumers + 4 * stages) + _TILE_BYTES, _PANEL_ALIGNMENT)
     if task == "forward":
         streamed = (Br * d + Bc * (d + dv)) * size
         leaving = Br * dv * size
@@ -87,6 +100,8 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
     d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     if config.family == "simt":
         return 0
+    if config.family == "wgmma":
+        return dv // 2 + config.Bc // 2 + config.Bc // 4
     per_thread = 32 * config.warps
     score = config.Br * config.Bc // per_thread
     if task == "forward":
@@ -99,13 +114,9 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
 
 def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
     """The reason why a configuration cannot run a task on a GPU, or None if it can."""
-    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
-    if config.family == "mma":
-        reason = _why_not_mma(problem, limits) or _why_uneven(task, config, d, dv)
-        if reason:
-            return reason
-    elif task == "backward" and problem.dtype != "float32":
-        return f"dQ is summed in place, in float32; the gradients are {problem.dtype}"
+    reason = _why_not_family(task, config, problem, limits)
+    if reason:
+        return reason
     if config.threads > 1024:
         return f"{config.warps} warps are {config.threads} threads; a block has at most 1024"
     need = shared_bytes(task, config, problem)
@@ -115,8 +126,21 @@ def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits
     if (need + _RESERVED_SHARED_BYTES) * config.blocks_per_sm > per_sm:
         return f"{config.blocks_per_sm} blocks need {need} bytes of shared memory each; an SM has {per_sm}"
     available = min(_USABLE_REGISTERS, _REGISTERS_PER_SM // (config.threads * config.blocks_per_sm))
+    if config.family == "wgmma":
+        available = _CONSUMER_REGISTERS[_consumers(config)]  # some of them from the producer
     if (used := registers(task, config, problem)) > available:
         return f"needs {used} registers per thread for its accumulators; {available} are available"
+    return None
+
+
+def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
+    if config.family == "wgmma":
+        return _why_not_wgmma(task, config, problem, limits)
+    if config.family == "mma":
+        tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
+        return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)
+    if task == "backward" and problem.dtype != "float32":
+        return f"dQ is summed in place, in float32; the gradients are {problem.dtype}"
     return None
 
 
@@ -130,6 +154,27 @@ def _why_not_mma(problem: Problem, limits: Limits) -> str | None:
     if problem.dtype == "float32" and limits.arch < 80:
         return f"TF32 needs sm_80; {limits.name} is sm_{limits.arch}"
     return None
+
+
+def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
+    if limits.arch != 90:
+        return f"wgmma needs sm_90; {limits.name} is sm_{limits.arch}"
+    if problem.itemsize != 2:
+        return f"wgmma kernels compute float16 and bfloat16, not {problem.dtype}"
+    if task != "forward":
+        return f"no wgmma kernel for {task}"
+    if config.warps % 4 or _consumers(config) not in _CONSUMER_REGISTERS:
+        return f"{config.warps} warps; a producer and two or three consumer warpgroups are 12 or 16"
+    if config.Br != 64 * _consumers(config):
+        return f"Br is {config.Br}; each of {_consumers(config)} consumer warpgroups has 64 rows"
+    if config.Bc % 16 or not 16 <= config.Bc <= 256:
+        return f"Bc is {config.Bc}; a product has a multiple of 16 keys, at most 256"
+    return None
+
+
+def _consumers(config: TileConfig) -> int:
+    """Warpgroups that compute; one more loads."""
+    return config.warps // 4 - 1
 
 
 def _why_uneven(task: Task, config: TileConfig, d: int, dv: int) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["mma", "simt"]
+Family = Literal["wgmma", "mma", "simt"]
 Task = Literal["forward", "backward", "backward_dkv", "backward_dq"]
 
 TASKS: tuple[Task, ...] = ("forward", "backward", "backward_dkv", "backward_dq")
@@ -20,16 +20,22 @@ class TileConfig:
     """One way to compute one task.
 
     Attributes:
-        family: "mma" (tensor cores by mma.sync, sm_75 and up) or "simt" (plain multiply-adds, every GPU).
+        family: "wgmma" (Hopper's tensor cores, sm_90), "mma" (tensor cores by mma.sync, sm_75 and up) or "simt" (plain
+            multiply-adds, every GPU).
         Br: query rows per tile.
         Bc: keys per tile.
-        warps: per block.
+        warps: per block; "wgmma": four per consumer warpgroup, which has 64 query rows, and four of the producer.
         stages: streamed tiles in flight (1: fetched between uses; 2: fetched under the computation before).
         blocks_per_sm: blocks that shall fit one SM; the compiler limits registers to that.
         score_warps_q: backward only, warps over the queries of S^T and dP^T; the others split their keys.
         grad_warps_d: backward only, warps over the head dims of dK and dV; the others split their keys.
         dq_warps_d: backward only, warps over the head dims of dQ; the others split its queries.
         dq_first: backward only, dQ is computed before dK and dV, so that its reductions drain under their products.
+        stale_maximum: "wgmma" forward only, row maxima are taken in the first and in masked tiles of keys only; what
+            then overflows is computed again.
+        turns: "wgmma" only, the consumers take turns at the tensor cores.
+        dynamic: "wgmma" forward only, a block that is free takes the next tile; else every block has its tiles from the
+            start.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """
@@ -44,6 +50,9 @@ class TileConfig:
     grad_warps_d: int = 1
     dq_warps_d: int = 1
     dq_first: bool = False
+    stale_maximum: bool = True
+    turns: bool = True
+    dynamic: bool = True
 
     @property
     def threads(self) -> int:

@@ -40,7 +40,7 @@ def test_info_survives_a_broken_installation(capsys, monkeypatch):
 def test_explain_plans_within_the_limits_of_every_gpu(gpu):
     said = explain(f"B=8 S=256 H=12 D=128 causal gpu={gpu}", no_gpu)
     assert "B=8 Sq=256 Sk=256 H=12 Hk=12 D=128 Dv=128 float16, scale 0.0883883, visible j - i <= 0" in said
-    assert re.search(r"^forward +mma Br=\d+ Bc=\d+ warps=\d+.*\((tuned|heuristic)\)$", said, re.MULTILINE)
+    assert re.search(r"^forward +w?g?mma Br=\d+ Bc=\d+ warps=\d+.*\((tuned|heuristic)\)$", said, re.MULTILINE)
     assert re.search(r"^backward", said, re.MULTILINE)
     needed = [float(kib) for kib in re.findall(r"threads, ([\d.]+) KiB", said)]
     assert 0 < max(needed) <= KNOWN_GPUS[gpu].shared_bytes / 1024

@@ -2,10 +2,12 @@
 
 Not every combination, but each for a reason. A kernel depends on the architecture (registers, instructions), on the
 tiles (shared memory of the GPU, head dims, dtype), on the band, on the kind of score and on how wide accesses are. All
-are compiled for the common case, causal float16, and then one of them is varied at a time. What an entry computes is
-not of interest here.
+are compiled for the common case, causal float16, and then one of them is varied at a time. Measured winners are
+compiled for what they were measured with. What an entry computes is not of interest here.
 """
 
+import dataclasses
+import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -16,6 +18,9 @@ from cupyflash import dispatch, resources
 from cupyflash.problem import Band, Problem
 from cupyflash.resources import KNOWN_GPUS
 from cupyflash.runtime.cuda import options
+from cupyflash.runtime.source import flatten
+from cupyflash.tiles import TileConfig
+from cupyflash.tuning import store
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,11 +37,19 @@ GPUS = {
     "sm_100": "B200",
     "sm_120": "RTX5090",
 }
+UNMEASURED = {
+    arch: dataclasses.replace(KNOWN_GPUS[gpu], name="a GPU that nobody has measured") for arch, gpu in GPUS.items()
+}
 DIMS = (64, 128, 256)
-BANDS = {"none": Band(None, None), "causal": Band(None, 0), "window": Band(-100, 0)}
+BANDS = {"none": Band(None, None), "causal": Band(None, 0), "window": Band(-100, 0), "left": Band(-100, None)}
 FORWARD, BACKWARD, DETERMINISTIC = "forward", "backward", "deterministic"
 PASSES = (FORWARD, BACKWARD, DETERMINISTIC)
 REGISTERS_PER_SM = 65536
+
+
+# What ptxas makes of a warpgroup's kernel and still calls information: products that wait for each other, registers
+# that stay with the producer.
+SERIALIZED = re.compile(r"\(C\d+\)|Potential Performance Loss|setmaxnreg")
 
 
 def problem(d=128, dv=None, dtype="float16", band="causal", scale=0.125, softcap=0.0, deterministic=False):
@@ -88,19 +101,42 @@ def matrix():
 def kernels(arch, run, changes):
     """The modules of a pass: all but the first kernel of a module, which has the others in it."""
     p = problem(**changes, deterministic=run == DETERMINISTIC)
-    plan = dispatch.plan_forward if run == FORWARD else dispatch.plan_backward
-    launches = plan(p, 16 if p.head_dim % 8 == 0 else p.itemsize, KNOWN_GPUS[GPUS[arch.rstrip("a")]]).launches
-    return {(kernel.file, kernel.defines): kernel for kernel, _ in launches}.values()
+    limits, width = UNMEASURED[arch.rstrip("a")], 16 if p.head_dim % 8 == 0 else p.itemsize
+    if run == FORWARD:
+        plans = [dispatch.plan_forward(p, width, limits, mappable=mappable) for mappable in (True, False)]
+    else:
+        plans = [dispatch.plan_backward(p, width, limits)]
+    return {(kernel.file, kernel.defines): kernel for plan in plans for kernel, _ in plan.launches}.values()
 
 
-def complaints(arch, kernel):
+def hopper_matrix():
+    """{what is compiled, and why: [(tiles that are not to be chosen, what differs from the common case)]}"""
+    dims = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (40, 24)]
+    cases = {
+        f"{dtype}, {band}": [({}, {"d": d, "dv": dv, "dtype": dtype, "band": band}) for d, dv in dims]
+        for dtype, band in product(("float16", "bfloat16"), ("none", "causal", "window"))
+    }
+    cases["one bound"] = [({}, {"d": d, "band": "left"}) for d in DIMS]
+    cases["other scores"] = [
+        ({}, {"d": d, "band": band, **score})
+        for d, band, score in product(DIMS, ("none", "causal"), ({"scale": -0.1}, {"softcap": 30.0}))
+    ]
+    consumers = {64: TileConfig("wgmma", 192, 128, 16, 2), 128: TileConfig("wgmma", 128, 128, 12, 2)}
+    cases["maxima of every tile, no turns"] = [
+        ({"forward": dataclasses.replace(consumers[d], stale_maximum=stale, turns=turns)}, {"d": d, "band": band})
+        for d, band, (stale, turns) in product(consumers, ("none", "causal"), ((False, True), (True, False)))
+    ]
+    return cases
+
+
+def complaints(arch, kernel, text=None):
     """What is wrong with a compiled module, a line each."""
     what = f"{kernel.file} for {arch} {' '.join(option for option in options(kernel) if option[:2] == '-D')}"
     try:
-        log = compiling.compile_cuda(kernel, arch, "--ptxas-options=-v")
+        log = compiling.compile_cuda(kernel, arch, "--ptxas-options=-v", text=text)
     except compiling.CompileError as error:
         return [f"{what}: does not compile:\n{error}"]
-    found = [f"{what}: {line}" for line in log.splitlines() if "warning" in line.lower()]
+    found = [f"{what}: {line}" for line in log.splitlines() if "warning" in line.lower() or SERIALIZED.search(line)]
     for name, usage in compiling.usage(log).items():
         if usage.spill_bytes or usage.stack_bytes:
             found.append(f"{what}: {name} spills {usage.spill_bytes} bytes, its stack has {usage.stack_bytes}")
@@ -111,7 +147,35 @@ def complaints(arch, kernel):
 
 @pytest.mark.parametrize("cases", matrix().values(), ids=list(matrix()))
 def test_defaults_compile_without_spills(cases):
-    modules = {(arch, kernel) for arch, run, changes in cases for kernel in kernels(arch, run, changes)}
+    check({(arch, kernel) for arch, run, changes in cases for kernel in kernels(arch, run, changes)})
+
+
+@pytest.mark.parametrize("cases", hopper_matrix().values(), ids=list(hopper_matrix()))
+def test_hoppers_kernels_compile_without_spills(cases):
+    """CuPy asks for sm_90, which has no wgmma; the kernel's own target stays in force."""
+    modules = set()
+    for given, changes in cases:
+        ((kernel, _),) = dispatch.plan_forward(problem(**changes), 16, UNMEASURED["sm_90"], given).launches
+        assert kernel.target == "sm_90a"
+        modules.add(("sm_90", kernel))
+    check(modules)
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu, limits in KNOWN_GPUS.items() if store.winners(limits.name)])
+def test_measured_winners_compile_without_spills(gpu):
+    limits = KNOWN_GPUS[gpu]
+    dtypes = {"half": ("float16", "bfloat16"), "tf32": ("tf32",), "float32": ("ieee",)}
+    modules = set()
+    for (task, kind, d, dv, masked), winners in store.winners(limits.name).items():
+        for dtype, config in product(dtypes[kind], winners):
+            apart = task in ("backward_dkv", "backward_dq")
+            p = problem(d, dv, dtype, "causal" if masked else "none", deterministic=apart)
+            plan = dispatch.plan_forward if task == "forward" else dispatch.plan_backward
+            modules |= {(f"sm_{limits.arch}", kernel) for kernel, _ in plan(p, 16, limits, {task: config}).launches}
+    check(modules)
+
+
+def check(modules):
     with ThreadPoolExecutor(2) as pool:
         found = [line for lines in pool.map(lambda module: complaints(*module), modules) for line in lines]
     assert not found, "\n".join(sorted(found))
@@ -120,13 +184,27 @@ def test_defaults_compile_without_spills(cases):
 def test_complaints_are_found():
     """Of a kernel that spills, of one that draws a warning, and of one that does not compile."""
     p = problem(64)
-    kernel = next(iter(kernels("sm_90", FORWARD, {"d": 64})))
-    crowded = dispatch.TileConfig("mma", 128, 128, 4, blocks_per_sm=4)
+    kernel = next(iter(kernels("sm_80", FORWARD, {"d": 64})))
+    crowded = TileConfig("mma", 128, 128, 4, blocks_per_sm=4)
     assert resources.registers("forward", crowded, p) > REGISTERS_PER_SM // 4 // crowded.threads
-    (line,) = complaints("sm_90", dispatch._kernel("forward", crowded, p, 16, KNOWN_GPUS["H200"]))
+    (line,) = complaints("sm_90", dispatch._kernel("forward", crowded, p, 16, UNMEASURED["sm_90"]))
     assert "forward_mma spills" in line
     assert complaints("sm_90", kernel_with(kernel, "CF_ELEMENT", "Float17"))[0].count("does not compile")
     assert "warning" in complaints("sm_90", kernel_with(kernel, "CF_SCORE", "(-1 > 0u ? 0 : 0)"))[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ("wgmma_wait<1>();", "S.x[0] += O.x[0];"),  # a sum that is still being computed
+        ("KERNEL(kThreads, 1)", 'extern "C" __global__'),  # ptxas does not know how many registers there are to give
+    ],
+)
+def test_serialized_products_are_found(written, instead):
+    ((kernel, _),) = dispatch.plan_forward(problem(128), 16, UNMEASURED["sm_90"]).launches
+    text = flatten(kernel.file)
+    assert written in text
+    assert any(SERIALIZED.search(line) for line in complaints("sm_90", kernel, text.replace(written, instead)))
 
 
 def kernel_with(kernel, name, value):

@@ -11,9 +11,12 @@ from cupyflash import dispatch, engine
 from cupyflash.engine import Engine
 from cupyflash.problem import Band, Problem
 from cupyflash.resources import KNOWN_GPUS
-from cupyflash.runtime.params import BACKWARD, FORWARD
+from cupyflash.runtime.params import BACKWARD, FORWARD, FORWARD_TENSOR
+from cupyflash.tiles import TileConfig
 
-H200, T4 = KNOWN_GPUS["H200"], KNOWN_GPUS["T4"]
+A100, T4 = KNOWN_GPUS["A100"], KNOWN_GPUS["T4"]
+# Family "wgmma" is what its heuristic takes, whatever is measured.
+HOPPER = dataclasses.replace(KNOWN_GPUS["H200"], name="a GPU that nobody has measured")
 
 
 class NotingRuntime:
@@ -21,8 +24,8 @@ class NotingRuntime:
 
     def __init__(self):
         self.current_device = 0
-        self.gpus = {0: H200, 1: T4}
-        self.loads, self.launches, self.workspaces = [], [], []
+        self.gpus = {0: A100, 1: T4, 2: HOPPER}
+        self.loads, self.launches, self.workspaces, self.maps = [], [], [], []
 
     def device(self):
         return self.current_device
@@ -36,6 +39,14 @@ class NotingRuntime:
 
     def address(self, array):
         return array.ctypes.data
+
+    def tensor_map(self, *description):
+        """Its number, 1 for the first, in 128 bytes."""
+        self.maps.append(description)
+        return len(self.maps).to_bytes(128, "little")
+
+    def tile_counter(self):
+        return 0xC0
 
     def workspace(self, floats):
         padded = np.empty(floats + 64, np.float32)
@@ -79,7 +90,7 @@ def fields(param_struct, data):
 # ---- macros
 
 
-def defines(task="forward", vector_bytes=16, limits=H200, **changes):
+def defines(task="forward", vector_bytes=16, limits=A100, **changes):
     q, k, v, _ = arrays()
     p = dataclasses.replace(Problem.of(q, k, v), **changes)
     plan = dispatch.plan_forward if task == "forward" else dispatch.plan_backward
@@ -111,7 +122,7 @@ def test_macros_of_types_and_dims():
     assert (found["CF_HEAD_DIM"], found["CF_TILE_D"]) == (59, 64)
     assert (found["CF_HEAD_DIM_V"], found["CF_TILE_DV"]) == (130, 160)
     assert found["CF_VECTOR_BYTES"] == 2
-    assert found["CF_ARCH"] == 90
+    assert found["CF_ARCH"] == 80
     assert defines("backward")["CF_SUM_DQ"] == 1
     assert defines("backward", deterministic=True)["CF_SUM_DQ"] == 0
 
@@ -269,40 +280,172 @@ def test_more_blocks_than_a_launch_has():
     )
     for plan in (dispatch.plan_forward, dispatch.plan_backward):
         with pytest.raises(dispatch.UnsupportedError, match="2147483648 blocks; a launch has fewer than 2\\^31"):
-            plan(p, 16, H200)
-        assert plan(dataclasses.replace(p, batch=2**15 - 1), 16, H200).launches[0][1] == 2**31 - 2**16
+            plan(p, 16, A100)
+        assert plan(dataclasses.replace(p, batch=2**15 - 1), 16, A100).launches[0][1] == 2**31 - 2**16
 
 
 def test_zero_blocks_are_refused():
     """CuPy makes one block of none, and that one would write (case 119)."""
     cuda = pytest.importorskip("cupyflash.runtime.cuda", reason="CuPy is not installed")
     q, k, v, _ = arrays()
-    kernel, _ = dispatch.plan_forward(Problem.of(q, k, v), 16, H200).launches[0]
+    kernel, _ = dispatch.plan_forward(Problem.of(q, k, v), 16, A100).launches[0]
     with pytest.raises(ValueError, match="forward_mma would be launched with 0 blocks"):
         cuda.CudaRuntime().load(kernel, 0)
 
 
-def section(changes, limits=H200, plan=dispatch.plan_forward):
+def section(changes, limits=A100, plan=dispatch.plan_forward):
     q, k, v, _ = arrays(B=4, Sq=1024, Sk=1024, H=8, Hk=8)
     return plan(dataclasses.replace(Problem.of(q, k, v, causal=True), **changes), 16, limits).section
 
 
 def test_sections():
-    """Heads whose keys and values (256 KiB each here) stream from half of the L2 cache."""
-    small = dataclasses.replace(H200, l2_bytes=5 << 20)
-    assert section({}, small) == 10
+    """An equal part of the 32 heads, whose keys and values (256 KiB each here) stream from half of the L2 cache."""
+    small = dataclasses.replace(A100, l2_bytes=5 << 20)
+    assert section({}, small) == 8  # ten would fit, but leave two for the last section
+    assert section({"batch": 5}, small) == 10
+    assert section({"batch": 1, "num_heads": 11, "num_kv_heads": 11}, small) == 6
     assert section({"num_kv_heads": 2}, small) == 32  # four heads share keys and values; all 32 heads fit
-    assert section({"num_kv_heads": 2}, dataclasses.replace(H200, l2_bytes=1 << 20)) == 8
+    assert section({"num_kv_heads": 2}, dataclasses.replace(A100, l2_bytes=1 << 20)) == 8
     assert section({}) == 32  # all there are
-    assert section({}, dataclasses.replace(H200, l2_bytes=1 << 10)) == 1
+    assert section({}, dataclasses.replace(A100, l2_bytes=1 << 10)) == 1
     assert section({"band": Band(None, None)}) == 1
     assert section({}, plan=dispatch.plan_backward) == 32
+
+
+def test_section_of_blocks_that_stay():
+    """Two tiles for each of 132 blocks, however much the cache would hold: a head has eight here."""
+    assert section({"head_dim": 128, "head_dim_v": 128}, HOPPER) == 32
+    assert section({"head_dim": 128, "head_dim_v": 128, "batch": 100}, HOPPER) == 33
+    assert section({"band": Band(None, None)}, HOPPER) == 1
 
 
 def test_section_of_tiny_heads():
     """Keys and values of less than a byte per query head."""
     tiny = {"seqlen_q": 2, "seqlen_k": 1, "num_heads": 64, "num_kv_heads": 1, "head_dim": 1, "head_dim_v": 1}
     assert section(tiny | {"band": Band(None, -1)}) >= 1
+
+
+# ---- Hopper: tensor maps, blocks that stay
+
+
+@pytest.fixture
+def hopper(runtime):
+    runtime.current_device = 2
+    return runtime
+
+
+def test_parameters_of_a_forward_with_tensor_maps(hopper):
+    q, k, v, out = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2)
+    q = aligned((3, 4, 100, 64)).swapaxes(1, 2)
+    lse = np.zeros((3, 4, 100), np.float32)
+    forward(hopper, q, k, v, out, lse, window=(20, 3), scale=0.25)
+    ((name, _, data),) = hopper.launches
+    packed = fields(FORWARD_TENSOR, data)
+    assert name == "forward_wgmma"
+    assert [int.from_bytes(packed[f"{x}_map"], "little") for x in "qkv"] == [1, 2, 3]
+    keys = dict(hopper.loads[0][0].defines)["CF_BC"]
+    for x, rows, described in zip((q, k, v), (64, keys, keys), hopper.maps, strict=True):
+        batch, length, heads, head_dim = x.shape
+        strides = x.strides[1], x.strides[2], x.strides[0]
+        assert described == (x.ctypes.data, (head_dim, length, heads, batch), strides, (64, rows, 1, 1), 2)
+    assert packed["tile_counter"] == 0xC0
+    assert (packed["lse"], packed["scale"], packed["band_last"]) == (lse.ctypes.data, 0.25, 30 + 3)
+    for name, array in {"q": q, "k": k, "v": v, "out": out}.items():
+        assert packed[name] == array.ctypes.data
+        assert [packed[f"{name}_{axis}_stride"] * 2 for axis in ("batch", "row", "head")] == list(array.strides[:3])
+
+
+def test_maps_are_kept_by_address(hopper, monkeypatch):
+    monkeypatch.setattr(engine, "_MAPS_KEPT", 2)
+    same = Engine(hopper)
+    q, k, v, out = arrays()
+    others = [aligned(q.shape) for _ in range(3)]
+    for _ in range(3):
+        forward(same, q, k, v, out)
+        forward(same, others[0], k, v, out)
+    described = [address for address, *_ in hopper.maps]
+    assert described == [x.ctypes.data for x in (q, k, v, others[0])]
+    numbers = [fields(FORWARD_TENSOR, data)["q_map"][0] for *_, data in hopper.launches]
+    assert numbers == [1, 4] * 3
+    for other in others[1:]:
+        forward(same, other, k, v, out)
+    (prepared,) = same._prepared.values()
+    assert [len(maps._maps) for maps in prepared._maps] == [2, 1, 1]
+
+
+def test_strides_of_axes_of_length_1_are_legal_in_a_map(hopper):
+    base = aligned((1, 100, 1, 64))
+    nonsense = as_strided(base, base.shape, (10**9 + 1, 128, -7, 2))
+    forward(hopper, nonsense, nonsense, nonsense, nonsense)
+    assert [strides for _, _, strides, _, _ in hopper.maps] == [(128, 16, 16)] * 3
+
+
+def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(hopper):
+    for heads, expected in ((1, 2), (66, 132), (67, 132)):
+        forward(hopper, *arrays(B=1, Sq=200, H=heads, Hk=1, D=128))  # two tiles of 128 rows
+        kernel, grid = hopper.loads[-1]
+        assert (kernel.name, grid) == ("forward_wgmma", expected)
+
+
+def test_a_static_schedule_has_no_counter(hopper):
+    q, k, v, out = arrays()
+    for dynamic in (False, True):
+        given = {"forward": TileConfig("wgmma", 192, 128, 16, 2, dynamic=dynamic)}
+        forward(Engine(hopper, given), q, k, v, out)
+    counters = [fields(FORWARD_TENSOR, data)["tile_counter"] for *_, data in hopper.launches]
+    assert counters == [0, 0xC0]
+    assert hopper.loads[0] == hopper.loads[1]  # one kernel does both
+
+
+def test_macros_of_hopper():
+    found = defines(limits=HOPPER)
+    assert (found["CF_STALE_MAXIMUM"], found["CF_TURNS"], found["CF_SHARED_BASE"]) == (1, 1, 1024)
+    assert not {"CF_STALE_MAXIMUM", "CF_TURNS", "CF_SHARED_BASE"} & set(defines(limits=A100))
+    q, k, v, _ = arrays()
+    (kernel, _), *_ = dispatch.plan_forward(Problem.of(q, k, v), 16, HOPPER).launches
+    assert kernel.target == "sm_90a"  # wgmma is in no other instruction set
+    (kernel, _), *_ = dispatch.plan_backward(Problem.of(q, k, v), 16, HOPPER).launches
+    assert kernel.target == ""
+
+
+def reversed_along(axis):
+    return lambda x: np.flip(x, axis)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize(
+    "view",
+    [
+        *(pytest.param(reversed_along(axis), id=f"reversed along axis {axis}") for axis in (0, 1, 2)),
+        pytest.param(lambda x: np.broadcast_to(x[:1], x.shape), id="broadcast along axis 0"),
+        pytest.param(lambda x: np.broadcast_to(x[:, :1], x.shape), id="broadcast along axis 1"),
+        pytest.param(lambda x: np.broadcast_to(x[:, :, :1], x.shape), id="broadcast along axis 2"),
+        pytest.param(lambda x: aligned(x.shape, offset=8), id="not aligned"),
+        pytest.param(lambda x: aligned((*x.shape[:3], 68))[..., :64], id="rows not aligned"),
+    ],
+)
+def test_what_no_map_describes_goes_to_mma(hopper, which, view):
+    four = arrays()
+    four[which] = view(four[which])
+    forward(hopper, *four)
+    assert hopper.maps == []
+    ((name, _, data),) = hopper.launches
+    assert name == "forward_mma"
+    assert len(data) == FORWARD.packer.size
+
+
+def test_an_output_needs_no_map(hopper):
+    q, k, v, out = arrays()
+    forward(hopper, q, k, v, out[:, ::-1])
+    assert hopper.launches[0][0] == "forward_wgmma"
+    forward(hopper, q, k, v, aligned(out.shape, offset=8))
+    assert hopper.launches[1][0] == "forward_mma"
+
+
+@pytest.mark.parametrize(("D", "family"), [(36, "mma"), (40, "wgmma"), (59, "mma"), (256, "wgmma")])
+def test_rows_of_16_bytes_go_to_wgmma(hopper, D, family):
+    forward(hopper, *arrays(D=D))
+    assert hopper.launches[0][0] == f"forward_{family}"
 
 
 # ---- what is kept between calls

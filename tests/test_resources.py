@@ -82,8 +82,8 @@ def test_the_compiler_finds_the_same_size(family, task):
 @pytest.mark.parametrize(("family", "task"), dispatch._FILES)
 @pytest.mark.parametrize("error", [-128, 16])
 def test_a_wrong_size_does_not_compile(family, task, error):
-    precision = {"mma": "tf32", "simt": "ieee"}[family]
-    p = problem(40, 24, "float32", precision)
+    dtype, precision = {"wgmma": ("float16", "ieee"), "mma": ("float32", "tf32"), "simt": ("float32", "ieee")}[family]
+    p = problem(40, 24, dtype, precision)
     config = next(c for c in heuristics.candidates(task, p, H200) if c.family == family)
     wrong = shared_bytes(task, config, p) + error
     with pytest.raises(compiling.CompileError, match="and SharedStorage disagree"):
@@ -109,6 +109,7 @@ def test_sizes_by_hand():
 
 FORWARD = TileConfig("mma", 128, 64, 4)
 BACKWARD = TileConfig("mma", 64, 128, 8, 2, 1, 2, 2, 4)
+WGMMA = TileConfig("wgmma", 128, 128, 12, 2)  # 64 rows for each of two consumer warpgroups
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def test_too_many_threads(family):
         ("forward", FORWARD),
         ("backward", BACKWARD),
         ("backward_dq", FORWARD),
+        ("forward", WGMMA),
         ("forward", TileConfig("simt", 64, 32, 2)),
         ("backward_dkv", TileConfig("simt", 32, 64, 4)),
         ("backward_dq", TileConfig("simt", 64, 32, 4)),
@@ -222,6 +224,73 @@ def test_registers(task, config, d, need, available):
     assert reason == (expected if need > available else None)
 
 
+@pytest.mark.parametrize(
+    ("limits", "task", "p", "reason"),
+    [
+        (A100, "forward", problem(), "wgmma needs sm_90; NVIDIA A100-SXM4-80GB is sm_80"),
+        (KNOWN_GPUS["B200"], "forward", problem(), "wgmma needs sm_90; NVIDIA B200 is sm_100"),
+        (KNOWN_GPUS["RTX5090"], "forward", problem(), "wgmma needs sm_90; NVIDIA GeForce RTX 5090 is sm_120"),
+        (H200, "forward", problem(dtype="float32"), "wgmma kernels compute float16 and bfloat16, not float32"),
+        (
+            H200,
+            "forward",
+            problem(dtype="float32", precision="tf32"),
+            "wgmma kernels compute float16 and bfloat16, not float32",
+        ),
+        (H200, "backward", problem(), "no wgmma kernel for backward"),
+        (H200, "backward_dq", problem(), "no wgmma kernel for backward_dq"),
+    ],
+)
+def test_why_not_on_hoppers_tensor_cores(limits, task, p, reason):
+    assert why_illegal(task, WGMMA, p, limits) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"warps": 8}, "8 warps; a producer and two or three consumer warpgroups are 12 or 16"),
+        ({"warps": 13}, "13 warps; a producer and two or three consumer warpgroups are 12 or 16"),
+        ({"warps": 20}, "20 warps; a producer and two or three consumer warpgroups are 12 or 16"),
+        ({"Br": 64}, "Br is 64; each of 2 consumer warpgroups has 64 rows"),
+        ({"warps": 16}, "Br is 128; each of 3 consumer warpgroups has 64 rows"),
+        ({"Bc": 40}, "Bc is 40; a product has a multiple of 16 keys, at most 256"),
+        ({"Bc": 272}, "Bc is 272; a product has a multiple of 16 keys, at most 256"),
+        ({"Bc": 0}, "Bc is 0; a product has a multiple of 16 keys, at most 256"),
+        ({"Bc": 16}, None),
+        ({"warps": 16, "Br": 192}, None),
+    ],
+)
+def test_tiles_of_warpgroups(changes, reason):
+    assert why_illegal("forward", dataclasses.replace(WGMMA, **changes), problem(), H200) == reason
+
+
+def test_size_of_panels_by_hand():
+    """Panels of 64 columns, 128 bytes a row: Q of each consumer, stages of K and V. One more KiB holds barriers."""
+    rows = 128 + 2 * 128 * 2
+    assert shared_bytes("forward", WGMMA, problem(64)) == 128 * rows + 1024
+    assert shared_bytes("forward", WGMMA, problem(40)) == 128 * rows + 1024  # panels are filled up
+    assert shared_bytes("forward", WGMMA, problem(72)) == 2 * 128 * rows + 1024
+    three = TileConfig("wgmma", 192, 80, 16, 3)
+    assert shared_bytes("forward", three, problem(128, 64)) == 128 * (2 * 192 + 3 * 80 * (2 + 1)) + 1024
+
+
+@pytest.mark.parametrize(
+    ("config", "d", "need", "available"),
+    [  # O, S, and P in 16 bits; 128 threads have 64 rows
+        (TileConfig("wgmma", 128, 128, 12, 2), 128, 64 + 64 + 32, 232),
+        (TileConfig("wgmma", 128, 256, 12, 1), 128, 64 + 128 + 64, 232),
+        (TileConfig("wgmma", 128, 128, 12, 1), 256, 128 + 64 + 32, 232),
+        (TileConfig("wgmma", 192, 128, 16, 2), 64, 32 + 64 + 32, 160),
+        (TileConfig("wgmma", 192, 144, 16, 1), 128, 64 + 72 + 36, 160),
+    ],
+)
+def test_registers_of_consumers(config, d, need, available):
+    assert registers("forward", config, problem(d)) == need
+    reason = why_illegal("forward", config, problem(d), dataclasses.replace(H200, shared_bytes=1 << 30))
+    expected = f"needs {need} registers per thread for its accumulators; {available} are available"
+    assert reason == (expected if need > available else None)
+
+
 # ---- every known GPU
 
 
@@ -235,8 +304,11 @@ def test_every_gpu_has_candidates(gpu, dtype, precision):
         assert [why_illegal(task, config, p, limits) for config in found] == [None] * len(found)
         families = {config.family for config in found}
         assert ("simt" in families) == (task != "backward" or dtype == "float32"), (task, d, dv)  # it sums dQ in place
+        hopper = task == "forward" and limits.arch == 90 and p.itemsize == 2
+        assert ("wgmma" in families) == hopper
         if runs_on_tensor_cores(task, p, limits):
-            assert found[0].family == "mma", (task, d, dv)
+            assert found[0].family == ("wgmma" if hopper else "mma"), (task, d, dv)
+            assert "mma" in families  # for arrays that no tensor map describes
         elif not has_tensor_cores_for(p, limits):
             assert "mma" not in families, (task, d, dv)
 

@@ -14,7 +14,7 @@ from cupyflash.runtime import params, source
 KERNELS = Path(kernels_cu.__file__).parent
 KERNEL_FILES = sorted(path.name for path in KERNELS.glob("*.cu"))
 PLATFORMS = {"cuda": "ptx", "emulated": "emulated"}
-STRUCTS = [params.FORWARD, params.BACKWARD]
+STRUCTS = [params.FORWARD, params.FORWARD_TENSOR, params.BACKWARD]
 LINE = re.compile(r'#line (\d+) "(.+)"')
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
@@ -39,7 +39,8 @@ def include_folders(tmp_path_factory):
     for platform, folder in PLATFORMS.items():
         path = tmp_path_factory.mktemp(platform)
         (path / "platform").symlink_to(KERNELS / "include" / folder)
-        (path / "params.cuh").write_text(f"#pragma once\n{params.header()}")
+        for name, header in source._GENERATED.items():
+            (path / name).write_text(f"#pragma once\n{header()}")
         folders[platform] = ["-I", path, "-I", KERNELS / "include"]
     return folders
 
@@ -56,7 +57,7 @@ def test_flat_source_is_what_a_preprocessor_makes_of_the_files(include_folders, 
     of_files = gxx("-E", "-P", "-x", "c++", *include_folders[platform], KERNELS / file).stdout
     of_flat = gxx("-E", "-P", "-x", "c++", "-", text=source.flatten(file, platform)).stdout
     assert preprocessed(of_flat) == preprocessed(of_files)
-    assert "ForwardParams" in of_flat
+    assert "struct ForwardParams" in of_flat or "ForwardTensorParams" in of_flat
 
 
 @needs_gxx
@@ -77,8 +78,8 @@ def test_every_include_is_there_once(include_folders, file, platform):
 @every_source
 def test_line_directives_name_the_line(file, platform):
     def original(name):
-        if name == "params.cuh":
-            return params.header().splitlines()
+        if name in source._GENERATED:
+            return source._GENERATED[name]().splitlines()
         folder, _, rest = name.rpartition("/")
         path = KERNELS / "include" / (PLATFORMS[platform] if folder else "") / rest
         return (KERNELS / name if name == file else path).read_text().splitlines()
@@ -122,19 +123,23 @@ def as_the_compiler_has_it(tmp_path_factory):
         text = f"""
 #include <cstddef>
 #include <cstdio>
-using Element = unsigned short; using i32 = int; using i64 = long long;
+using Element = unsigned short; using u32 = unsigned; using i32 = int; using i64 = long long;
+struct alignas(64) TensorMap {{ i64 words[15], last; operator i64() const {{ return last; }} }};
 {param_struct.declaration()}
 int main() {{
     {param_struct.name} p;
     printf("%zu\\n", fread(&p, 1, sizeof p, stdin));
 """
         for name, ctype in param_struct.fields:
-            value = f"(i64)p.{name}" if "*" in ctype or ctype == "i64" else f"(double)p.{name}"
+            value = f"(double)p.{name}" if ctype in ("i32", "float") else f"(i64)p.{name}"
             form = "%lld" if value.startswith("(i64)") else "%.9g"
             text += f'printf("%zu %zu {form}\\n", offsetof({param_struct.name}, {name}), sizeof p.{name}, {value});\n'
         program = folder / param_struct.name
         gxx("-x", "c++", "-", "-o", program, text=text + "}")
-        packed = param_struct.packer.pack(*values_of(param_struct))
+        values = zip(param_struct.fields, values_of(param_struct), strict=True)
+        packed = param_struct.packer.pack(
+            *(struct.pack("120xq", value) if ctype == "TensorMap" else value for (_, ctype), value in values)
+        )
         output = subprocess.run([program], input=packed + b"\xff", capture_output=True, check=True).stdout.decode()
         size, *fields = output.splitlines()
         found[param_struct.name] = int(size), [line.split() for line in fields]
@@ -144,7 +149,7 @@ int main() {{
 def values_of(param_struct):
     """Different values, each of which needs the width of its field."""
     big = {"i64": -(2**40), "i32": -(2**20), "float": 0.5}
-    return [(2**46 if "*" in ctype else big[ctype]) + n for n, (_, ctype) in enumerate(param_struct.fields)]
+    return [big.get(ctype, 2**46) + n for n, (_, ctype) in enumerate(param_struct.fields)]
 
 
 @every_struct
@@ -156,22 +161,30 @@ def test_the_compiler_reads_what_the_host_packs(as_the_compiler_has_it, param_st
     for (name, _), (offset, width, _) in zip(param_struct.fields, fields, strict=True):
         assert int(offset) == end, f"{name} has padding before it"
         end += int(width)
-    assert 0 <= size - end < 8
+    assert 0 <= size - end < (64 if param_struct.maps else 8)
 
 
 @every_struct
-def test_pointers_come_first_and_are_counted(as_the_compiler_has_it, param_struct):
-    names = [name for name, ctype in param_struct.fields if ctype.endswith("*")]
-    assert [name for name, _ in param_struct.fields[: param_struct.pointers]] == names
-    assert struct.calcsize(param_struct.pointer_packer.format) == 8 * len(names)
+def test_maps_and_pointers_come_first_and_are_counted(as_the_compiler_has_it, param_struct):
+    maps = [name for name, ctype in param_struct.fields if ctype == "TensorMap"]
+    pointers = [name for name, ctype in param_struct.fields if ctype.endswith("*")]
+    addresses = param_struct.maps + param_struct.pointers
+    assert [name for name, _ in param_struct.fields[:addresses]] == maps + pointers
+    assert struct.calcsize(param_struct.address_packer.format) == 128 * len(maps) + 8 * len(pointers)
     _, fields = as_the_compiler_has_it[param_struct.name]
-    assert int(fields[param_struct.pointers][0]) == param_struct.pointer_packer.size
+    assert int(fields[addresses][0]) == param_struct.address_packer.size
 
 
-@every_struct
-@pytest.mark.parametrize("family", ["mma", "simt"])
+@pytest.mark.parametrize("param_struct", [params.FORWARD, params.BACKWARD], ids=lambda s: s.name)
+@pytest.mark.parametrize("family", ["_mma", "_simt"])
 def test_every_family_uses_all_strides(param_struct, family):
     assert {name for name in unused([param_struct], family) if name.endswith("_stride")} == set()
+
+
+def test_tensor_maps_stand_for_pointers_and_strides():
+    """Of q and k: v is read where it is not finite, too."""
+    strides = {name for name in unused([params.FORWARD_TENSOR], "_wgmma") if name.endswith("_stride")}
+    assert all(re.match("[qk]_", name) for name in strides)
 
 
 def test_every_field_is_used():

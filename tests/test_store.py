@@ -59,9 +59,9 @@ def test_known_gpus_have_files_of_their_own():
 def test_winners_are_found_by_the_name_of_the_gpu(write, device):
     write(device, entry())
     limits = Limits(device, 90, 232_448, 132, 60 << 20)
-    assert store.find("forward", problem(), limits) == WINNER
+    assert store.find("forward", problem(), limits) == (WINNER,)
     assert dispatch.choose("forward", problem(), limits) == (WINNER, "tuned")
-    assert store.find("forward", problem(), KNOWN_GPUS["H100"]) is None
+    assert store.find("forward", problem(), KNOWN_GPUS["H100"]) == ()
 
 
 def test_without_a_file_the_heuristic_decides(write):
@@ -88,8 +88,8 @@ def test_without_a_file_the_heuristic_decides(write):
 )
 def test_what_an_entry_holds_for(write, changes, found):
     write(H200.name, entry())
-    assert (store.find("forward", problem(**changes), H200) is not None) == found
-    assert store.find("backward", problem(**changes), H200) is None
+    assert store.find("forward", problem(**changes), H200) == ((WINNER,) if found else ())
+    assert store.find("backward", problem(**changes), H200) == ()
 
 
 def test_an_illegal_winner_is_passed_over(write):
@@ -98,9 +98,31 @@ def test_an_illegal_winner_is_passed_over(write):
     for config in (large, uneven):
         write(H200.name, entry(config))
         store.winners.cache_clear()
-        assert store.find("forward", problem(), H200) == TileConfig(**config)
+        assert store.find("forward", problem(), H200) == (TileConfig(**config),)
         expected = heuristics.candidates("forward", problem(), H200)[0]
         assert dispatch.choose("forward", problem(), H200) == (expected, "heuristic")
+
+
+def test_several_winners_stand_in_the_order_of_preference(write):
+    """A layout that the first family does not take goes to the second one's winner, and not to a heuristic."""
+    hopper = {"family": "wgmma", "Br": 128, "Bc": 64, "warps": 12, "stages": 2}
+    write(H200.name, entry(hopper), entry(masked=True), entry())
+    assert store.find("forward", problem(), H200) == (TileConfig(**hopper), WINNER)
+    assert dispatch.choose("forward", problem(), H200) == (TileConfig(**hopper), "tuned")
+    assert dispatch.choose("forward", problem(), H200, mappable=False) == (WINNER, "tuned")
+    for vector_bytes, mappable in ((16, False), (8, True)):
+        ((_, *chosen),) = dispatch.plan_forward(problem(), vector_bytes, H200, mappable=mappable).configs
+        assert chosen == [WINNER, "tuned"]
+
+    write(H200.name, entry(), entry(hopper))
+    store.winners.cache_clear()
+    assert dispatch.choose("forward", problem(), H200) == (WINNER, "tuned")
+
+
+def test_a_winner_of_one_family_leaves_the_others_to_the_heuristic(write):
+    write(H200.name, entry({"family": "wgmma", "Br": 128, "Bc": 64, "warps": 12, "stages": 2}))
+    config, origin = dispatch.choose("forward", problem(), H200, mappable=False)
+    assert (config.family, origin) == ("mma", "heuristic")
 
 
 def test_given_tiles_come_before_measured_ones(write):
@@ -145,7 +167,9 @@ def test_shipped_file_belongs_to_a_known_gpu(path):
     assert set(content) == {"device", "winners"}
     assert store.file_name(content["device"]) == path.name
     assert content["device"] in {limits.name for limits in KNOWN_GPUS.values()}
-    assert len(store.winners(content["device"])) == len(content["winners"]), "two entries for one kind of problem"
+    for kind, configs_ in store.winners(content["device"]).items():
+        families = [config.family for config in configs_]
+        assert len(families) == len(set(families)), f"two entries of one family for {kind}"
 
 
 @pytest.mark.parametrize(("device", "found"), list(shipped_entries()))
@@ -166,4 +190,6 @@ def test_shipped_winner_is_what_its_gpu_gets(device, found):
         p = problem(found["head_dim"], found["head_dim_v"], dtype, precision, band)
         config = TileConfig(**found["config"])
         assert why_illegal(found["task"], config, p, limits) is None
-        assert dispatch.choose(found["task"], p, limits) == (config, "tuned")
+        # What comes before the others takes what tensor maps describe; they have the rest.
+        mappable = config.family == "wgmma"
+        assert dispatch.choose(found["task"], p, limits, mappable=mappable) == (config, "tuned")

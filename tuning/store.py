@@ -7,9 +7,10 @@ A file ``configs/<GPU name>.yaml`` holds, per task and kind of problem, what was
       - {task: forward, dtype: half, head_dim: 128, head_dim_v: 128, masked: false,
          config: {family: mma, Br: 128, Bc: 64, warps: 4}}
 
-``dtype`` is half (float16 or bfloat16), tf32 or float32; head dims are those of the tiles; ``masked`` says whether the
-problem has a band. A problem without an entry takes the heuristic, and so does one with a cap or a scale that is not
-positive, whose kernels nobody has measured.
+Several entries for one kind stand in the order of preference, one per family of kernels: not every family takes every
+layout. ``dtype`` is half (float16 or bfloat16), tf32 or float32; head dims are those of the tiles; ``masked`` says
+whether the problem has a band. A problem without an entry takes the heuristic, and so does one with a cap or a scale
+that is not positive, whose kernels nobody has measured.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from ..tiles import Task, TileConfig, tile_head_dims
 Key = tuple[str, str, int, int, bool]
 
 
-def find(task: Task, problem: Problem, limits: Limits) -> TileConfig | None:
-    """The measured winner for a task on a GPU model, or None."""
+def find(task: Task, problem: Problem, limits: Limits) -> tuple[TileConfig, ...]:
+    """The measured winners for a task on a GPU model, best first: one per family of kernels."""
     if problem.softcap or problem.scale <= 0:
-        return None
-    return winners(limits.name).get(key(task, problem))
+        return ()
+    return winners(limits.name).get(key(task, problem), ())
 
 
 def key(task: Task, problem: Problem) -> Key:
@@ -41,7 +42,7 @@ def key(task: Task, problem: Problem) -> Key:
 
 
 @cache
-def winners(device: str) -> dict[Key, TileConfig]:
+def winners(device: str) -> dict[Key, tuple[TileConfig, ...]]:
     """All entries for a GPU model; empty for one that nobody has measured."""
     path = files("cupyflash.tuning.configs") / file_name(device)
     if not path.is_file():
@@ -49,10 +50,11 @@ def winners(device: str) -> dict[Key, TileConfig]:
     import yaml  # only where there is something to read: it costs 20 ms
 
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {
-        (e["task"], e["dtype"], e["head_dim"], e["head_dim_v"], e["masked"]): TileConfig(**e["config"])
-        for e in content["winners"]
-    }
+    found: dict[Key, tuple[TileConfig, ...]] = {}
+    for e in content["winners"]:
+        kind = e["task"], e["dtype"], e["head_dim"], e["head_dim_v"], e["masked"]
+        found[kind] = (*found.get(kind, ()), TileConfig(**e["config"]))
+    return found
 
 
 def file_name(device: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -11,9 +12,12 @@ import cupy
 from ..arrays import Array
 from ..dispatch import Kernel, UnsupportedError
 from ..resources import Limits
+from .params import ParamBlock
 from .source import flatten
+from .tensor_map import encode_tensor_map
 
 _DEFAULT_SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
+_LEGACY_STREAM = 1  # 0 and 1 are the legacy default stream, which cannot be captured
 _OLDEST_ARCH = 75  # of NVRTC 13; the 16-bit and tensor-core wrappers know nothing older
 
 
@@ -23,6 +27,7 @@ class CudaRuntime:
     def __init__(self) -> None:
         self._modules: dict[Any, _Module] = {}
         self._limits: dict[int, Limits] = {}
+        self._tile_counters: dict[tuple[int, int], Array] = {}
         self._lock = threading.Lock()
 
     def device(self) -> int:
@@ -41,22 +46,41 @@ class CudaRuntime:
             )
         return self._limits[device.id]
 
-    def load(self, kernel: Kernel, grid: int) -> Callable[[Any], None]:
+    def load(self, kernel: Kernel, grid: int) -> Callable[[ParamBlock], None]:
         if grid < 1:
             raise ValueError(f"{kernel.name} would be launched with {grid} blocks; empty problems need no launch")
         raw = self.raw_kernel(kernel)
         if kernel.shared_bytes > _DEFAULT_SHARED_BYTES:
             raw.max_dynamic_shared_size_bytes = kernel.shared_bytes  # of the current device's function only
-        function = raw.kernel
-        grid_dim, block_dim, shared_bytes = (grid, 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes
+        function, threads, shared_bytes = raw.kernel.ptr, kernel.threads, kernel.shared_bytes
 
-        def launch(params: Any) -> None:
-            function(grid_dim, block_dim, (params,), shared_bytes)
+        # The driver's own call: what CuPy's kernel object does before it costs as much as the launch.
+        def launch(params: ParamBlock) -> None:
+            stream = cupy.cuda.get_current_stream().ptr
+            cupy.cuda.driver.launchKernel(
+                function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, params.kernel_params, 0
+            )
 
         return launch
 
     def address(self, array: Array) -> int:
         return array.data.ptr  # type: ignore[no-any-return]
+
+    def tensor_map(
+        self, address: int, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], itemsize: int
+    ) -> bytes:
+        return encode_tensor_map(address, sizes, byte_strides, box, itemsize)
+
+    def tile_counter(self) -> int:
+        stream = cupy.cuda.get_current_stream()
+        # A captured launch may run at any time, beside others that were captured or launched on this stream.
+        if stream.ptr > _LEGACY_STREAM and stream.is_capturing():
+            return 0
+        key = (self.device(), stream.ptr)
+        counter = self._tile_counters.get(key)
+        if counter is None:
+            counter = self._tile_counters[key] = cupy.zeros(2, cupy.uint32)
+        return counter.data.ptr  # type: ignore[no-any-return]
 
     def workspace(self, floats: int) -> Array:
         return cupy.empty(floats, cupy.float32)
@@ -80,7 +104,8 @@ class CudaRuntime:
             )
         module = cupy.RawModule(code=flatten(kernel.file), options=options(kernel), backend="nvrtc")
         try:
-            module.compile()
+            with _targeting(kernel.target):
+                module.compile()
         except cupy.cuda.compiler.CompileException as error:
             raise RuntimeError(
                 f"NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))} could not compile {kernel.file} for "
@@ -99,5 +124,33 @@ class _Module:
 
 
 def options(kernel: Kernel) -> tuple[str, ...]:
-    """Compiler options of a kernel; CuPy adds the device's architecture."""
-    return ("-std=c++17", *(f"-D{name}={value}" for name, value in kernel.defines))
+    """Compiler options of a kernel; CuPy adds the device's architecture, which leaves a target of our own in force."""
+    target = (f"-arch={kernel.target}",) if kernel.target and _takes_two_targets() else ()
+    return ("-std=c++17", *target, *(f"-D{name}={value}" for name, value in kernel.defines))
+
+
+def _takes_two_targets() -> bool:
+    """Whether NVRTC accepts -arch=sm_90a beside CuPy's -arch=sm_90; up to 12.8 it does not."""
+    return tuple(cupy.cuda.nvrtc.getVersion()) >= (12, 9)
+
+
+_target_lock = threading.Lock()
+
+
+@contextmanager
+def _targeting(target: str) -> Iterator[None]:
+    """Has CuPy compile for `target` where NVRTC would not take a second -arch: CuPy has no option for it."""
+    if not target or _takes_two_targets():
+        yield
+        return
+    compiler = cupy.cuda.compiler
+    with _target_lock:
+        own = compiler._get_arch_for_options_for_nvrtc
+        # Who compiles meanwhile for the same GPU gets code for its full instruction set, which it runs.
+        compiler._get_arch_for_options_for_nvrtc = lambda arch=None: (
+            (f"-arch={target}", "cubin") if target.startswith(own(arch)[0].removeprefix("-arch=")) else own(arch)
+        )
+        try:
+            yield
+        finally:
+            compiler._get_arch_for_options_for_nvrtc = own

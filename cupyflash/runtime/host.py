@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..arrays import Array
 from ..dispatch import Kernel
 from ..resources import KNOWN_GPUS, Limits
 from . import emulated
+from .params import ParamBlock
 from .source import flatten
 
 # kernels_cu/include/emulated/tma.cuh: TensorMap.
@@ -36,6 +37,7 @@ class HostRuntime:
     sanitize: bool = False
     options: dict[str, Any] | None = None
     sources: Path | None = None
+    _tile_counter: Array = field(default_factory=lambda: np.zeros(2, np.uint32))
 
     def device(self) -> int:
         return 0
@@ -43,11 +45,11 @@ class HostRuntime:
     def limits(self) -> Limits:
         return self.limits_
 
-    def load(self, kernel: Kernel, grid: int) -> Callable[[Any], None]:
+    def load(self, kernel: Kernel, grid: int) -> Callable[[ParamBlock], None]:
         source = flatten(kernel.file, "emulated", self.sources)
         library = emulated.build(source, dict(kernel.defines), sanitize=self.sanitize)
 
-        def launch(params: Any) -> None:
+        def launch(params: ParamBlock) -> None:
             emulated.launch(
                 library,
                 kernel.name,
@@ -85,6 +87,11 @@ class HostRuntime:
         if any(size <= 0 for size in sizes):
             raise ValueError(f"sizes are {sizes}; they must be positive")
         return _TENSOR_MAP.pack(address, *sizes, *byte_strides, *box, itemsize, _SWIZZLE_BYTES)
+
+    def tile_counter(self) -> int:
+        if self._tile_counter.any():
+            raise RuntimeError(f"a kernel left its tile counter at {self._tile_counter}")
+        return int(self._tile_counter.ctypes.data)
 
     def workspace(self, floats: int) -> Array:
         padded = np.full(2 * (floats + 64), emulated.POISON, np.uint16).view(np.float32)

@@ -6,12 +6,15 @@ bytes. Fields are ordered by size, largest first, so that neither side needs pad
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from dataclasses import dataclass
 from functools import cached_property
 
-_POINTERS = {"const Element*", "Element*", "const float*", "float*"}
-_FORMATS = {"i64": "q", "i32": "i", "float": "f"} | dict.fromkeys(_POINTERS, "Q")
+_POINTERS = {"const Element*", "Element*", "const float*", "float*", "u32*"}
+_MAP = "TensorMap"
+_FORMATS = {"i64": "q", "i32": "i", "float": "f", _MAP: "128s"} | dict.fromkeys(_POINTERS, "Q")
+_MAP_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class ParamStruct:
 
     Attributes:
         name: of the C++ type.
-        fields: (name, C++ type) in memory order: pointers, then i64, then 4-byte fields.
+        fields: (name, C++ type) in memory order: tensor maps, pointers, then i64, then 4-byte fields.
     """
 
     name: str
@@ -28,18 +31,23 @@ class ParamStruct:
 
     @cached_property
     def packer(self) -> struct.Struct:
-        """Packs the values of `fields`, in order, into the struct's bytes (padded to a multiple of 8)."""
+        """Packs the values of `fields`, in order, into the struct's bytes (padded as C++ does)."""
         layout = "<" + "".join(_FORMATS[ctype] for _, ctype in self.fields)
-        return struct.Struct(layout + "x" * (-struct.calcsize(layout) % 8))
+        return struct.Struct(layout + "x" * (-struct.calcsize(layout) % (_MAP_ALIGNMENT if self.maps else 8)))
 
     @cached_property
-    def pointer_packer(self) -> struct.Struct:
-        """Packs the leading pointers only."""
-        return struct.Struct(f"<{self.pointers}Q")
+    def address_packer(self) -> struct.Struct:
+        """Packs the leading tensor maps and pointers only; they are all that differs between calls with one plan."""
+        return struct.Struct(f"<{self.maps * _FORMATS[_MAP]}{self.pointers}Q")
+
+    @property
+    def maps(self) -> int:
+        """Number of leading tensor maps."""
+        return sum(ctype == _MAP for _, ctype in self.fields)
 
     @property
     def pointers(self) -> int:
-        """Number of leading pointer fields; they are all that differs between calls with one plan."""
+        """Number of pointer fields."""
         return sum(ctype in _POINTERS for _, ctype in self.fields)
 
     def declaration(self) -> str:
@@ -49,6 +57,24 @@ class ParamStruct:
             f"struct {self.name} {{\n{members}}};\n"
             f'static_assert(sizeof({self.name}) == {self.packer.size}, "params.py lays {self.name} out differently");\n'
         )
+
+
+class ParamBlock:
+    """A parameter struct's bytes in memory that stays in place, and what the driver wants of them at a launch.
+
+    Attributes:
+        buffer: the bytes, to be packed into.
+        kernel_params: address of the array of pointers, of length one, to a kernel's parameters.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.buffer = ctypes.create_string_buffer(content, len(content))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.kernel_params = ctypes.addressof(self._pointers)
+
+    def tobytes(self) -> bytes:
+        """A copy of the bytes."""
+        return self.buffer.raw
 
 
 def _strides(*arrays: str) -> tuple[tuple[str, str], ...]:
@@ -82,6 +108,16 @@ FORWARD = ParamStruct(
     ),
 )
 
+# For kernels that load with the tensor memory accelerator: the maps of q, k and v, then as above.
+FORWARD_TENSOR = ParamStruct(
+    "ForwardTensorParams",
+    (
+        *(("q_map", _MAP), ("k_map", _MAP), ("v_map", _MAP)),
+        ("tile_counter", "u32*"),  # two zeros, and so again after the launch; null: no counter
+        *FORWARD.fields,
+    ),
+)
+
 BACKWARD = ParamStruct(
     "BackwardParams",
     (
@@ -103,5 +139,10 @@ BACKWARD = ParamStruct(
 
 
 def header() -> str:
-    """Both structs, as the text that kernels include as ``params.cuh``."""
+    """The structs without tensor maps, as the text that kernels include as ``params.cuh``."""
     return '#include "traits.cuh"\n\n' + FORWARD.declaration() + "\n" + BACKWARD.declaration()
+
+
+def tensor_header() -> str:
+    """The structs with tensor maps: ``tensor_params.cuh``."""
+    return '#include "platform/tma.cuh"\n#include "traits.cuh"\n\n' + FORWARD_TENSOR.declaration()

@@ -10,19 +10,33 @@ struct TileWork {
     Range rows;
 };
 
-/// This block's work. Heads are taken in sections whose data fits the L2 cache; inside a section the tile index varies
-/// slowest, so that with a mask the longest tiles of all its heads come first and the last blocks to run are short.
+/// The tile that `behind` others follow. Heads are taken in sections whose data fits the L2 cache; inside a section the
+/// tile index varies slowest, so that with a mask the longest tiles of all its heads come first and the last to run are
+/// short. Counted from the end, it is the first section that may have fewer heads: the last one must have short tiles
+/// enough for everybody.
 /// reversed: the last tiles of a head are the long ones.
-DEVICE TileWork tile_work(i32 rows, u32 tile_rows, i32 heads, i32 section, bool reversed) {
+DEVICE TileWork tile_work_before(i32 behind, i32 rows, u32 tile_rows, i32 heads, i32 section, bool reversed) {
     const i32 size = static_cast<i32>(tile_rows);
     const i32 tiles = (rows + size - 1) / size;
-    const i32 index = static_cast<i32>(block_index());
-    const i32 first_head = index / (section * tiles) * section;
-    const i32 in_section = index - first_head * tiles;
+    const i32 first_head = behind / (section * tiles) * section;
+    const i32 in_section = behind - first_head * tiles;
     const i32 heads_here = smaller(section, heads - first_head);
     const i32 order = in_section / heads_here;
-    const i32 tile = reversed ? tiles - 1 - order : order;
+    const i32 tile = reversed ? order : tiles - 1 - order;
     return {first_head + in_section % heads_here, {tile * size, smaller((tile + 1) * size, rows)}};
+}
+
+/// Number `index` of all the tiles.
+DEVICE TileWork tile_work_at(i32 index, i32 rows, u32 tile_rows, i32 heads, i32 section, bool reversed) {
+    const i32 size = static_cast<i32>(tile_rows);
+    const i32 behind = (rows + size - 1) / size * heads - 1 - index;
+    return tile_work_before(behind, rows, tile_rows, heads, section, reversed);
+}
+
+/// This block's work where every tile has a block.
+DEVICE TileWork tile_work(i32 rows, u32 tile_rows, i32 heads, i32 section, bool reversed) {
+    const i32 behind = static_cast<i32>(grid_size() - 1 - block_index());
+    return tile_work_before(behind, rows, tile_rows, heads, section, reversed);
 }
 
 /// The query rows of one head that a block works on, and where their keys and values are.

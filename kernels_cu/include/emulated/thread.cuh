@@ -14,6 +14,17 @@ DEVICE u32 warp_index() {
 
 DEVICE u32 block_index() { return emulated::block_index(); }
 
+DEVICE u32 grid_size() { return emulated::grid_size(); }
+
+/// The first lane's value. A collective, as on the GPU.
+DEVICE u32 uniform(u32 value) {
+    emulated::meet_warp("uniform", &value, [](void* const* lane) {
+        for (u32 l = 1; l < emulated::kLanes; ++l)
+            *static_cast<u32*>(lane[l]) = *static_cast<u32*>(lane[0]);
+    });
+    return value;
+}
+
 /// Barrier over all threads of the block; shared and global writes before it are visible after it.
 DEVICE void block_sync() { emulated::meet_block("block_sync", false); }
 /// block_sync that also tells whether any thread passed true.

@@ -21,19 +21,29 @@ struct BFloat16 {
     u16 bits;
 };
 
+extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
+
 /// Address in the shared window, as ldmatrix and cp.async take it.
 using SharedAddress = u32;
 
+/// CF_SHARED_BASE: where dynamic shared memory begins, if the host knows. An address is then a constant plus an index; else
+/// the compiler computes the base anew from a special register in every iteration of a loop that holds many registers.
 DEVICE SharedAddress shared_address(const void* pointer) {
+#ifdef CF_SHARED_BASE
+    return CF_SHARED_BASE + static_cast<SharedAddress>(static_cast<const u8*>(pointer) - dynamic_shared_memory);
+#else
     return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
+#endif
 }
-
-extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
 
 /// The kernel's whole shared memory, seen as one struct. Its size is checked against the host's formula at compile time.
 template <typename Storage>
 DEVICE Storage& shared_storage() {
     static_assert(sizeof(Storage) == CF_SHARED_BYTES, "resources.py and SharedStorage disagree");
+#ifdef CF_SHARED_BASE
+    if (__cvta_generic_to_shared(dynamic_shared_memory) != CF_SHARED_BASE)
+        __trap();
+#endif
     return *reinterpret_cast<Storage*>(dynamic_shared_memory);
 }
 

@@ -1,10 +1,11 @@
 // Warpgroups: four warps in a row that share the register budget of a role and issue wgmma together.
 // PTX ISA: setmaxnreg, barrier (named barriers 0 to 15; block_sync is number 0).
 #pragma once
+#include "platform/thread.cuh"
 #include "platform/types.cuh"
 
 /// Index of the warpgroup in its block, known to the compiler to be the same for all its threads.
-DEVICE u32 warpgroup_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); }
+DEVICE u32 warpgroup_index() { return uniform(threadIdx.x / 128); }
 
 /// Gives registers back: all warps of the warpgroup; kRegisters per thread remain (a multiple of 8, 24 to 256).
 template <u32 kRegisters>

@@ -1,0 +1,6 @@
+// Counters in global memory.
+#pragma once
+#include "platform/types.cuh"
+
+/// *counter += x in one step; the value before.
+DEVICE u32 atomic_add(u32* counter, u32 x) { return atomicAdd(counter, x); }

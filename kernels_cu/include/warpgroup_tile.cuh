@@ -1,0 +1,124 @@
+// 64 x N float32 results of one warpgroup in registers, in wgmma's D layout.
+#pragma once
+#include "platform/convert.cuh"
+#include "platform/math.cuh"
+#include "platform/thread.cuh"
+#include "panel_tile.cuh"
+
+/// A lane holds, of rows row(0) and row(1), the pairs of columns col(n), col(n) + 1.
+template <u32 kCols_>
+struct WarpgroupTile {
+    static constexpr u32 kRows = 64;
+    static constexpr u32 kCols = kCols_;
+    static constexpr u32 kPairs = kCols / 8;
+
+    float x[kCols / 2];
+
+    DEVICE static u32 row(u32 half) { return thread_index() % 128 / 32 * 16 + lane_index() / 4 + 8 * half; }
+    DEVICE static u32 col(u32 n) { return 8 * n + 2 * (lane_index() % 4); }
+    DEVICE float& at(u32 n, u32 half, u32 odd) { return x[4 * n + 2 * half + odd]; }
+    DEVICE float at(u32 n, u32 half, u32 odd) const { return x[4 * n + 2 * half + odd]; }
+
+    /// body(element) for all elements of this lane.
+    template <typename Body>
+    DEVICE void each(Body body) {
+#pragma unroll
+        for (u32 i = 0; i < kCols / 2; ++i)
+            body(x[i]);
+    }
+
+    DEVICE void clear() {
+        each([](float& value) { value = 0.0f; });
+    }
+
+    /// Each of this lane's two rows by its own factor.
+    DEVICE void multiply(const float (&factor)[2]) {
+#pragma unroll
+        for (u32 i = 0; i < kCols / 2; ++i)
+            x[i] *= factor[i / 2 % 2];
+    }
+
+    /// x * 0 is NaN where x is not finite: one instruction per element.
+    DEVICE bool all_finite() const {
+        float sum[4] = {};
+#pragma unroll
+        for (u32 i = 0; i < kCols / 2; ++i)
+            sum[i % 4] = multiply_add(x[i], 0.0f, sum[i % 4]);
+        return (sum[0] + sum[1]) + (sum[2] + sum[3]) == 0.0f;
+    }
+};
+
+/// A result of one product as operand A of the next: 16-bit pairs, four registers per step of 16 columns.
+template <typename T, u32 kCols>
+struct WarpgroupOperand {
+    u32 x[kCols / 4];
+
+    DEVICE void round(const WarpgroupTile<kCols>& tile) {
+#pragma unroll
+        for (u32 i = 0; i < kCols / 4; ++i)
+            x[i] = pack<T>(tile.x[2 * i], tile.x[2 * i + 1]);
+    }
+};
+
+/// S = A B^T, both in shared memory with the summed index along their columns (descriptors by `along_cols`). Asynchronous.
+template <typename TileA, typename TileB>
+DEVICE void multiply_transposed(WarpgroupTile<TileB::kRows>& S, u64 a, u64 b) {
+    using Product = Wgmma<typename TileA::Element, TileB::kRows>;
+    static_assert(TileA::kRows == 64 && TileA::kCols == TileB::kCols);
+#pragma unroll
+    for (u32 k = 0; k < TileA::kCols / 16; ++k) {
+        const u64 at_a = advance(a, TileA::step_along_cols(k)), at_b = advance(b, TileB::step_along_cols(k));
+        if (k == 0)
+            Product::template shared<false>(S.x, at_a, at_b);
+        else
+            Product::template shared<true>(S.x, at_a, at_b);
+    }
+}
+
+/// O += P V, P in registers, V in shared memory with the summed index along its rows (`along_rows`). Asynchronous.
+template <typename TileV>
+DEVICE void add_product(WarpgroupTile<TileV::kCols>& O,
+                        const WarpgroupOperand<typename TileV::Element, TileV::kRows>& P, u64 v) {
+#pragma unroll
+    for (u32 k = 0; k < TileV::kRows / 16; ++k)
+        Wgmma<typename TileV::Element, TileV::kCols>::template registers<true, true>(
+            O.x, P.x + 4 * k, advance(v, TileV::step_along_rows(k)));
+}
+
+/// The 4 x 4 words of four neighbouring lanes, transposed.
+DEVICE void transpose_quad(u32 (&word)[4]) {
+#pragma unroll
+    for (u32 bit = 1; bit <= 2; bit *= 2) {
+        const bool upper = lane_index() & bit;
+#pragma unroll
+        for (u32 n = 0; n < 4; ++n)
+            if ((n & bit) == 0) {
+                u32 &low = word[n], &high = word[n | bit];
+                const u32 got = float_to_bits(shuffle_xor(bits_to_float(upper ? low : high), bit));
+                (upper ? low : high) = got;
+            }
+    }
+}
+
+/// Rows [0, rows) of a warpgroup's result, rounded, to global memory: out is row 0, 16-byte aligned like every row.
+/// The four lanes of a row exchange pairs so that each writes 16 bytes.
+template <typename T, u32 kColsUsed, u32 kCols>
+DEVICE void store_rows(T* out, i64 row_stride, i32 rows, const WarpgroupTile<kCols>& tile) {
+    const u32 quad = lane_index() % 4;
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        const i32 row = static_cast<i32>(tile.row(half));
+#pragma unroll
+        for (u32 first = 0; first < tile.kPairs; first += 4) {
+            u32 word[4];
+#pragma unroll
+            for (u32 n = 0; n < 4; ++n)
+                word[n] =
+                    first + n < tile.kPairs ? pack<T>(tile.at(first + n, half, 0), tile.at(first + n, half, 1)) : 0;
+            transpose_quad(word);
+            const u32 col = 8 * (first + quad);
+            if (row < rows && (kColsUsed % 32 == 0 || col < kColsUsed))
+                *reinterpret_cast<uint4*>(out + row * row_stride + col) = uint4{word[0], word[1], word[2], word[3]};
+        }
+    }
+}
