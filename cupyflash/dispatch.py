@@ -205,8 +205,6 @@ def defines_of(
             "CF_SHARED_BASE": resources.SHARED_BASE,
             "CF_STALE_MAXIMUM": int(config.stale_maximum),
             "CF_TURNS": int(config.turns),
-            "CF_CHECK": int(__import__("os").environ.get("CFX_CHECK", "1")),
-            "CF_BETA": __import__("os").environ.get("CFX_BETA", "2.0f"),
         }
     if task in ("backward", "backward_dkv"):
         defines |= {

@@ -445,6 +445,8 @@ DEVICE void Consumer::run() {
                 wait_K();
                 take_turn();
                 start_S();
+                if constexpr (kStale)
+                    state.account_for_rounding(P);
                 if constexpr (kPlain)
                     wait_V();
                 start_O();
@@ -458,12 +460,11 @@ DEVICE void Consumer::run() {
                 wgmma_wait<0>();
                 wgmma_settle(O.x);
                 release_V();
-                if constexpr (kRaise) {
-                    P.round(S);
+                if constexpr (!kRaise)
+                    state.update_stale(S);
+                P.round(S);
+                if constexpr (kRaise)
                     O.multiply(factor);
-                } else {
-                    state.update_stale(S, P, O);
-                }
             };
             // A row must have seen a key before its reference may go stale: a tile that ends where the first row's keys
             // end is not plain, for that row has seen none of the later ones.
@@ -484,6 +485,8 @@ DEVICE void Consumer::run() {
             release_Q();
             wait_V();
             clean_V(tile, j);
+            if constexpr (kStale)
+                state.account_for_rounding(P);
             take_turn();
             start_O();
             pass_turn();

@@ -2,9 +2,12 @@
 //
 // exact:  the reference m of a row is the maximum of all scores seen; each tile may raise it and rescale l and O.
 // stale:  m stays what it was. exp(s - m) may then exceed 1; bfloat16 has the exponents of float32, float16 goes up to
-//         65,504, so that weights keep their relative precision. Only a weight that outweighs the row's sum so far makes m
-//         follow (see rebase). A row whose scores rise too fast even for that overflows; it shows in l or O, and the tile
-//         is computed again the exact way.
+//         65,504, so that weights keep their relative precision. A row whose scores rise far beyond its first ones
+//         overflows; it shows in l or O, and the tile is computed again the exact way.
+//
+// The exact way makes the largest weight of a row 1, which rounding does not change. The stale way rounds it like any other,
+// and where few weights make up a row their rounding would be the error of the row. So O is divided by the sum of the
+// weights as they were rounded (l + rounding), which cancels that; only of tiles that weigh enough it is worth adding up.
 #pragma once
 #include "platform/math.cuh"
 #include "platform/thread.cuh"
@@ -12,11 +15,14 @@
 #include "warpgroup_tile.cuh"
 
 struct RowState {
-    float m[2];     // reference of this lane's two rows, in units of the scores
-    float l[2];     // this lane's part of the sum of exp(s - m)
-    float to_log2;  // log2 e times what one unit of the scores is worth
+    float m[2];         // reference of this lane's two rows, in units of the scores
+    float l[2];         // this lane's part of the sum of exp(s - m)
+    float last[2];      // what the last tile, if it was stale, added to l
+    float rounding[2];  // by how much the sum of the rounded weights is more than l, as far as it matters
+    float to_log2;      // log2 e times what one unit of the scores is worth
 
-    DEVICE explicit RowState(float unit) : m{-infinity(), -infinity()}, l{0.0f, 0.0f}, to_log2(unit * kLog2e) {}
+    DEVICE explicit RowState(float unit)
+        : m{-infinity(), -infinity()}, l{}, last{}, rounding{}, to_log2(unit * kLog2e) {}
 
     /// The exact way: m becomes the maximum with S, S becomes P = exp(S - m), summed into l. factor: by how much O
     /// shrinks. fused: one multiply-add per weight (see kFusedExponentLimit).
@@ -29,6 +35,8 @@ struct RowState {
             m[half] = row_maximum;
             factor[half] = exp2_approx((before - reference(half)) * to_log2);
             l[half] *= factor[half];
+            rounding[half] *= factor[half];
+            last[half] = 0.0f;
         }
         float sum[2];
         if (fused)
@@ -39,27 +47,38 @@ struct RowState {
         l[1] += sum[1];
     }
 
-    /// The stale way: P = exp(S - m), rounded for the next product, summed into l. O may be rescaled.
-    template <typename T, u32 kCols, u32 kColsO>
-    DEVICE void update_stale(WarpgroupTile<kCols>& S, WarpgroupOperand<T, kCols>& P, WarpgroupTile<kColsO>& O) {
-        float sum[2];
-        exponentiate<true>(S, sum);
-        P.round(S);
-        // A lane has a quarter of a row's sum. With scores of like size only the second tile comes near this.
-        if (CF_CHECK && warp_any(sum[0] > CF_BETA * l[0] || sum[1] > CF_BETA * l[1])) {
-            rebase(S, O, sum);
-            P.round(S);
+    /// The stale way: S becomes P = exp(S - m), summed into l.
+    template <u32 kCols>
+    DEVICE void update_stale(WarpgroupTile<kCols>& S) {
+        exponentiate<true>(S, last);
+        l[0] += last[0];
+        l[1] += last[1];
+    }
+
+    /// Before the weights of the last tile, rounded, are multiplied with V: accounts for their rounding if they are most of
+    /// what this lane has seen of a row. (A single weight has to be a fifth of the row for that. With scores of like size
+    /// it is so in the second tile only.)
+    template <typename T, u32 kCols>
+    DEVICE void account_for_rounding(const WarpgroupOperand<T, kCols>& P) {
+        if (!warp_any(last[0] > 0.5f * l[0] || last[1] > 0.5f * l[1]))
+            return;
+        float sum[2] = {};
+#pragma unroll
+        for (u32 i = 0; i < kCols / 4; ++i) {
+            sum[i % 2] += to_float(T{static_cast<u16>(P.x[i])});
+            sum[i % 2] += to_float(T{static_cast<u16>(P.x[i] >> 16)});
         }
-        l[0] += sum[0];
-        l[1] += sum[1];
+        rounding[0] += sum[0] - last[0];
+        rounding[1] += sum[1] - last[1];
     }
 
     /// Sums l over the lanes of a row. Afterwards: what O is to be multiplied by (0 for a row without any weight).
     DEVICE void finish(float (&factor)[2]) {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            l[half] = over_row(l[half], [](float a, float b) { return a + b; });
-            factor[half] = l[half] == 0.0f ? 0.0f : 1.0f / l[half];
+            l[half] = over_row(l[half], add);
+            rounding[half] = over_row(rounding[half], add);
+            factor[half] = l[half] == 0.0f ? 0.0f : 1.0f / (l[half] + rounding[half]);
         }
     }
 
@@ -78,26 +97,6 @@ struct RowState {
     }
 
   private:
-    /// Moves m to the score of a weight that is more than a quarter of the row's sum so far. That weight becomes 1, and
-    /// is not rounded: else the rounding of a few large weights would be all of the error of a row. (The exact way has
-    /// that for free.) S holds weights, sum their sums.
-    template <u32 kCols, u32 kColsO>
-    DEVICE void rebase(WarpgroupTile<kCols>& S, WarpgroupTile<kColsO>& O, float (&sum)[2]) {
-        float factor[2];
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            const float weight = over_row(highest(S, half), maximum);
-            const float so_far = over_row(l[half], [](float a, float b) { return a + b; });
-            const float rise = weight > 0.25f * so_far ? log2_approx(weight) : 0.0f;
-            m[half] = reference(half) + rise / to_log2;
-            factor[half] = exp2_approx(-rise);
-            l[half] *= factor[half];
-            sum[half] *= factor[half];
-        }
-        S.multiply(factor);
-        O.multiply(factor);
-    }
-
     /// S becomes exp(S - m); sum: this lane's part of the sums.
     template <bool kFused, u32 kCols>
     DEVICE void exponentiate(WarpgroupTile<kCols>& S, float (&sum)[2]) const {
@@ -126,6 +125,8 @@ struct RowState {
             part[n % 2] = maximum(part[n % 2], maximum(S.at(n, half, 0), S.at(n, half, 1)));
         return maximum(part[0], part[1]);
     }
+
+    DEVICE static float add(float a, float b) { return a + b; }
 
     /// A reduction over the four lanes of a row.
     template <typename Combine>
