@@ -14,6 +14,10 @@
 #include "softmax.cuh"
 #include "warpgroup_tile.cuh"
 
+// 2/3 of a lane's sum: against float64 the error is then at most 1.1 times that of the exact way for needles and for scores
+// of a standard deviation from 4 on, and 1.17 times in between; 1/2 costs a second tile of every row and gains 0.02.
+constexpr float kHeavy = 0.667f;
+
 struct RowState {
     float m[2];         // reference of this lane's two rows, in units of the scores
     float l[2];         // this lane's part of the sum of exp(s - m)
@@ -36,8 +40,8 @@ struct RowState {
             factor[half] = exp2_approx((before - reference(half)) * to_log2);
             l[half] *= factor[half];
             rounding[half] *= factor[half];
-            last[half] = 0.0f;
         }
+        last[0] = last[1] = 0.0f;
         float sum[2];
         if (fused)
             exponentiate<true>(S, sum);
@@ -55,12 +59,12 @@ struct RowState {
         l[1] += last[1];
     }
 
-    /// Before the weights of the last tile, rounded, are multiplied with V: accounts for their rounding if they are most of
-    /// what this lane has seen of a row. (A single weight has to be a fifth of the row for that. With scores of like size
-    /// it is so in the second tile only.)
+    /// Before the rounded weights of the last tile are multiplied with V: accounts for their rounding if they are most of
+    /// what a lane has seen of a row. (A single weight has to be a third of the row for that.) Best called while the tensor
+    /// cores have something to do.
     template <typename T, u32 kCols>
     DEVICE void account_for_rounding(const WarpgroupOperand<T, kCols>& P) {
-        if (!warp_any(last[0] > 0.5f * l[0] || last[1] > 0.5f * l[1]))
+        if (!warp_any(last[0] > kHeavy * l[0] || last[1] > kHeavy * l[1]))
             return;
         float sum[2] = {};
 #pragma unroll
