@@ -135,9 +135,12 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
         table = _BACKWARD_DQ_TIGHT if tight else _BACKWARD_DQ
         return [TileConfig("mma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(table, head_dim)]
     table = _BACKWARD_TIGHT if tight else _BACKWARD if task == "backward" else _BACKWARD_DKV
+    found = _first_fit(table, head_dim)
+    if problem.dtype == "float16" and not tight and head_dim <= 64:
+        found = found[1:]  # dS is kept below float16's largest number, for which the first has no registers left
     return [
         TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=head_dim <= 64)
-        for Br, Bc, warps, stages, score, grad, dq in _first_fit(table, head_dim)
+        for Br, Bc, warps, stages, score, grad, dq in found
     ]
 
 

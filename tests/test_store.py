@@ -138,6 +138,13 @@ def test_plans_say_where_tiles_come_from(write):
     assert [origin for *_, origin in dispatch.plan_backward(problem(), 16, H200).configs] == ["heuristic"]
 
 
+def test_an_entry_for_one_dtype_goes_before_half(write):
+    own = {**entry({"family": "mma", "Br": 64, "Bc": 48, "warps": 4}), "dtype": "float16"}
+    write(H200.name, entry(), own)
+    assert store.find("forward", problem(dtype="bfloat16"), H200) == (WINNER,)
+    assert store.find("forward", problem(), H200) == (TileConfig("mma", 64, 48, 4),)
+
+
 def test_an_unknown_key_is_named(write):
     write(H200.name, entry({"family": "mma", "Br": 64, "Bc": 32, "wraps": 4}))
     with pytest.raises(TypeError, match="'wraps'"):
@@ -180,12 +187,17 @@ def test_shipped_winner_is_what_its_gpu_gets(device, found):
     assert isinstance(found["masked"], bool)
     kinds = {
         "half": [("float16", "ieee"), ("bfloat16", "ieee")],
+        "float16": [("float16", "ieee")],
+        "bfloat16": [("bfloat16", "ieee")],
         "tf32": [("float32", "tf32")],
         "float32": [("float32", "ieee")],
     }
     band = Band(None, 0) if found["masked"] else Band(None, None)
     for dtype, precision in kinds[found["dtype"]]:
         if dtype == "bfloat16" and limits.arch < 80:
+            continue
+        kind = (found["head_dim"], found["head_dim_v"], found["masked"])
+        if found["dtype"] == "half" and (found["task"], dtype, *kind) in store.winners(device):
             continue
         p = problem(found["head_dim"], found["head_dim_v"], dtype, precision, band)
         config = TileConfig(**found["config"])

@@ -8,9 +8,9 @@ A file ``configs/<GPU name>.yaml`` holds, per task and kind of problem, what was
          config: {family: mma, Br: 128, Bc: 64, warps: 4}}
 
 Several entries for one kind stand in the order of preference, one per family of kernels: not every family takes every
-layout. ``dtype`` is half (float16 or bfloat16), tf32 or float32; head dims are those of the tiles; ``masked`` says
-whether the problem has a band. A problem without an entry takes the heuristic, and so does one with a cap or a scale
-that is not positive, whose kernels nobody has measured.
+layout. ``dtype`` is half (float16 or bfloat16; an entry for one of the two goes first), tf32 or float32; head dims are
+those of the tiles; ``masked`` says whether the problem has a band. A problem without an entry takes the heuristic, and
+so does one with a cap or a scale that is not positive, whose kernels nobody has measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def find(task: Task, problem: Problem, limits: Limits) -> tuple[TileConfig, ...]
     """The measured winners for a task on a GPU model, best first: one per family of kernels."""
     if problem.softcap or problem.scale <= 0:
         return ()
-    return winners(limits.name).get(key(task, problem), ())
+    kept = winners(limits.name)
+    kind = key(task, problem)
+    return kept.get((task, problem.dtype, *kind[2:]), ()) or kept.get(kind, ())
 
 
 def key(task: Task, problem: Problem) -> Key:
