@@ -8,7 +8,7 @@
 //
 // What binds is the issue of instructions beside the tensor cores: row maxima are taken only in a tile's first and masked
 // blocks (row_state.cuh, "stale"). A tile whose weights then overflow is marked, and the producer hands it out once more
-// to be computed the exact way; from the first mark on, all tiles are computed so.
+// to be computed the exact way. So is one with hidden values of V that are not finite.
 #include "tensor_params.cuh"
 #include "band.cuh"
 #include "hidden.cuh"
@@ -47,8 +47,8 @@ struct alignas(16) Tile {
     u32 mark;   // where to note that it must be
 };
 
-// Tiles announced ahead of the one being computed; marks of a few more, since those may be computed before the first mark
-// is seen.
+// Tiles announced ahead of the one being computed; marks of a few more, since those may be marked, too, before the first
+// mark is seen.
 constexpr u32 kSlots = 2, kMarks = 4;
 
 struct SharedStorage {
@@ -121,7 +121,8 @@ struct Producer {
     DEVICE const Tile& announce(i32 index, bool exact) {
         const TileWork work =
             tile_work_at(index, params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
-        mark = (mark + 1) % kMarks;
+        if (!exact)
+            mark = (mark + 1) % kMarks;
         return announce({index, work.batch_head / params.num_heads, work.batch_head % params.num_heads, work.rows.first,
                          Band::of(params).key_tiles(work.rows), exact, mark});
     }
@@ -164,10 +165,16 @@ struct Producer {
         }
     }
 
-    DEVICE bool any_marks() const {
+    /// Hands out the tiles that are marked once more, each for itself: what a tile becomes must not depend on its neighbours.
+    DEVICE bool repeat_marked() {
         bool any = false;
+#pragma unroll 1
         for (u32 n = 0; n < kMarks; ++n)
-            any |= shared.marks[n] >= 0;
+            if (const i32 marked = shared.marks[n]; marked >= 0) {
+                shared.marks[n] = -1;
+                stream(marked, true);
+                any = true;
+            }
         return any;
     }
 
@@ -181,26 +188,20 @@ struct Producer {
         i32 index = block;
 #pragma unroll 1
         for (i32 round = 1; index < tiles; ++round) {
-            stream(index, kStale && any_marks());
+            stream(index, false);
+            repeat_marked();
             // Whoever is free takes the next tile, as late as its loads can begin. Without a counter, every other round
             // goes backwards: with a mask the tiles become shorter, and nobody gets the longer one each time.
             index = params.tile_counter != nullptr ? blocks + static_cast<i32>(atomic_add(params.tile_counter, 1))
                                                    : round * blocks + (round % 2 != 0 ? blocks - 1 - block : block);
         }
         announce_none();
-        if (kStale) {
-            // The consumers mark a tile before they release its last V.
-            Ring<kStages> last = V;
-            for (u32 n = 0; n < kStages; ++n, last.advance())
-                barrier_wait(shared.V_empty[last.at], last.parity ^ 1);
-            if (any_marks()) {
-#pragma unroll 1
-                for (u32 n = 0; n < kMarks; ++n)
-                    if (const i32 marked = shared.marks[n]; marked >= 0)
-                        stream(marked, true);
-                announce_none();
-            }
-        }
+        // The consumers mark a tile before they release its last V.
+        Ring<kStages> last = V;
+        for (u32 n = 0; n < kStages; ++n, last.advance())
+            barrier_wait(shared.V_empty[last.at], last.parity ^ 1);
+        if (repeat_marked())
+            announce_none();
         announce_none();
         // The last block leaves the counters as it found them.
         if (params.tile_counter != nullptr && atomic_add(params.tile_counter + 1, 1) == grid_size() - 1)
@@ -410,6 +411,10 @@ DEVICE void Consumer::run() {
         auto skip = [&] {
             take_turn();
             pass_turn();
+            // Full first: who released a buffer for the next round, too, would stand for a consumer that still reads it.
+            wait_K();
+            wait_V();
+            warp_sync();
             release_K();
             release_V();
         };
@@ -469,13 +474,13 @@ DEVICE void Consumer::run() {
             // A row must have seen a key before its reference may go stale: a tile that ends where the first row's keys
             // end is not plain, for that row has seen none of the later ones.
             auto is_plain = [&](i32 n) {
-                return (!kStale || !exact) && band.all_visible(rows, {keys_of(n).first, keys_of(n).end + kBandLast});
+                return !exact && band.all_visible(rows, {keys_of(n).first, keys_of(n).end + kBandLast});
             };
 #pragma unroll 1
             while (j > own.first && !is_plain(j - 1))
                 step(Constant<false>{});
 #pragma unroll 1
-            while (j > own.first && (!kBandFirst || is_plain(j - 1)) && !(kStale && exact))
+            while (j > own.first && (!kBandFirst || is_plain(j - 1)) && !exact)
                 step(Constant<true>{});
             if (kBandFirst)
 #pragma unroll 1
@@ -493,7 +498,7 @@ DEVICE void Consumer::run() {
             state.finish(factor);
             wgmma_wait<0>();
             wgmma_settle(O.x);
-            if (kStale && !exact && warp_any(!state.trustworthy() || !O.all_finite()) && lane_index() == 0)
+            if (!exact && warp_any(!state.trustworthy() || !O.all_finite()) && lane_index() == 0)
                 shared.marks[tile.mark] = tile.index;
             release_V();
         } else if (!key_tiles.empty()) {

@@ -55,6 +55,14 @@ TALL = mma((64, 32, 2), (32, 32, 2, 1, 1, 1, 1, 1), (32, 32, 2, 1, 1, 1, 1, 1), 
 # Whole tiles have a loop body of their own.
 PEELED = mma((32, 32, 2), (32, 64, 8, 2, 1, 2, 2, 4), (32, 64, 8, 2, 1, 2, 2, 4), (32, 32, 2, 2))
 
+# Few multiprocessors, so that a block computes several tiles, and so little cache that heads are taken in sections.
+TWO_SMS = Limits("a small Hopper", 90, 232_448, 2, 1 << 17)
+
+
+def wgmma(Br, Bc, warps, stages, **options):
+    return (("forward", TileConfig("wgmma", Br, Bc, warps, stages, **options)),)
+
+
 # Plain multiply-adds with two stages.
 STAGED = tuple((task, TileConfig("simt", 32, 32, 2, 2)) for task in TASKS)
 
@@ -66,6 +74,10 @@ KINDS = {
     "bfloat wide": Kind("bfloat16", (192, 160), PEELED),
     "tf32": Kind("float32", (24, 40), EXCHANGED, precision="tf32"),
     "tf32 registers": Kind("float32", (20, 32), IN_REGISTERS, precision="tf32"),
+    "hopper": Kind("float16", (64, 64), wgmma(128, 32, 12, 2), gpu=TWO_SMS),
+    "hopper wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, dynamic=False), gpu=TWO_SMS),
+    "hopper three": Kind("bfloat16", (40, 24), wgmma(192, 48, 16, 2, turns=False), gpu=TWO_SMS),
+    "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False), gpu=TWO_SMS),
     "float": Kind("float32", (40, 24), gpu=KNOWN_GPUS["T4"]),
     "float staged": Kind("float32", (24, 40), STAGED),
     "float narrow": Kind("float32", (33, 50), gpu=KNOWN_GPUS["T4"]),
@@ -129,6 +141,12 @@ def falling(problem, q, k, v, dout):
     k[..., 0] = -np.arange(k.shape[1])[:, None] % 256 / 2 - 64
 
 
+def falling_gently(problem, q, k, v, dout):
+    """The maximum rises by a few powers of two from where the kernels start."""
+    q[..., 0] = 1
+    k[..., 0] = -np.arange(k.shape[1])[:, None] / 2
+
+
 def rising(problem, q, k, v, dout):
     """The maximum is the first tile's; scores fall by more than 100 from there on."""
     q[..., 0] = 16
@@ -148,6 +166,14 @@ def huge(problem, q, k, v, dout):
 def steep(problem, q, k, v, dout):
     """Scores of 10^5 from moderate numbers: a fused exponent in the backward would be off by 2^-8."""
     q[...], k[...] = 520, 28
+
+
+def steep_heads(problem, q, k, v, dout):
+    """Scores of up to 100, in all but every third head, that rise and fall; values near the end of bfloat16."""
+    q[:, :, np.arange(q.shape[2]) % 3 != 1] *= 4
+    k[:, ::2] *= 6
+    if problem.dtype == "bfloat16":
+        v *= 1e25
 
 
 def overflow(problem, q, k, v, dout):
@@ -199,11 +225,17 @@ def infinite_value(problem, q, k, v, dout):
     v[0, v.shape[1] // 2, 0, 0] = np.inf
 
 
+def nan_in_a_few_values(problem, q, k, v, dout):
+    """In the first key tile and in the last, of one head."""
+    v[-1, [3, -1], 0, [1, 9]] = np.nan
+
+
 NUMBERS = {
     f.__name__.replace("_", " "): f
     for f in (
-        *(normal, large, falling, rising, far_below, huge, steep, overflow, biased),
+        *(normal, large, falling, falling_gently, rising, far_below, huge, steep, steep_heads, overflow, biased),
         *(hidden_key, hidden_value, hidden_query, hidden_gradient, infinite_key, infinite_keys, infinite_value),
+        nan_in_a_few_values,
     )
 }
 
@@ -228,6 +260,11 @@ def heads_first(values):
     view = np.full((B, H, S + 2, D + 1), np.nan, values.dtype)[:, :, 1:-1, :D].swapaxes(1, 2)
     view[...] = values
     return view
+
+
+def heads_first_aligned(values):
+    """As (B, H, S, D) arrays have it; rows of 16 bytes, for tensor maps."""
+    return np.ascontiguousarray(values.swapaxes(1, 2)).swapaxes(1, 2)
 
 
 def reversed_rows(values):
@@ -268,6 +305,7 @@ LAYOUTS = {
     "bordered": bordered,
     "tight": np.ascontiguousarray,  # AddressSanitizer knows where it ends
     "heads first": heads_first,
+    "heads first aligned": heads_first_aligned,
     "reversed": reversed_rows,
     "broadcast": broadcast,
     "far batches": functools.partial(far_apart, 0),
@@ -321,6 +359,27 @@ _SHAPES = {
     ("bfloat simt", "plain"): [(65, 33)],
 }
 
+# Forward only: tiles more than blocks, ragged, and groups of heads; blocks of rows some of which see nothing, or nothing
+# of the keys that are loaded first.
+_HOPPER_SHAPES = {
+    "plain": [(1, 1), (130, 70, 1, 5, 1), (300, 100, 2, 3, 3)],
+    "causal": [(1, 100), (129, 33), (300, 300, 1, 4, 2), (300, 150, 1, 5, 1)],
+    "top left": [(70, 130), (300, 100)],
+    "window": [(300, 300, 1, 3, 1), (140, 400), (333, 97)],
+    "left": [(300, 200, 2, 2, 1)],
+    "negative scale": [(140, 200)],
+    "no scale": [(40, 70)],
+    "softcap": [(200, 150, 1, 4, 1)],
+}
+_HOPPER_NUMBERS = {
+    "plain": ["large", "falling", "falling gently", "rising", "steep heads", "huge", "infinite key", "infinite value"],
+    "causal": ["falling", "steep heads", "far below", "hidden key", "hidden value", "hidden query", "infinite keys"],
+    "window": ["falling", "steep heads", "infinite value", "nan in a few values"],
+    "diagonal": ["large", "steep"],
+    "softcap": ["steep heads"],
+}
+HOPPER = [kind for kind in KINDS if kind.startswith("hopper")]
+
 CASES = {
     str(case): case
     for case in (
@@ -361,6 +420,19 @@ CASES = {
         *(Case(kind, "plain", (65, 66), layout="far rows") for kind in ("half", "float")),
         *(Case(kind, "plain", (20, 24), layout="far rows") for kind in ("half", "float")),
         *(Case(kind, "causal", (40, 40, 1, 5, 5), l2="small L2") for kind in ("half", "float")),
+        *(
+            Case(kind, options, shape, gradients=())
+            for kind in HOPPER
+            for options, shapes in _HOPPER_SHAPES.items()
+            for shape in shapes
+        ),
+        *(
+            Case(kind, options, (260, 260 if options == "diagonal" else 230, 1, 5, 5), numbers, gradients=())
+            for kind in HOPPER
+            for options, all_numbers in _HOPPER_NUMBERS.items()
+            for numbers in all_numbers
+        ),
+        Case("hopper", "causal", (260, 230, 2, 4, 2), layout="heads first aligned", gradients=()),
     )
 }
 
