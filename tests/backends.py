@@ -134,6 +134,17 @@ class GpuBackend(KernelBackend):
 
     name = "gpu"
 
+    def __init__(self, tiles=None):
+        """Tiles that are not to be chosen."""
+        self._tiles = tiles
+
+    @functools.cached_property
+    def _engine(self):
+        from cupyflash import gpu
+        from cupyflash.engine import Engine
+
+        return Engine(gpu._engine._runtime, self._tiles) if self._tiles else gpu._engine
+
     def missing(self):
         try:
             import cupy
@@ -142,10 +153,8 @@ class GpuBackend(KernelBackend):
         return "" if cupy.is_available() else "CuPy finds no GPU"
 
     def _launch(self, method, problem, inputs, outputs):
-        from cupyflash import gpu
-
         twins = [GpuTwin(array) for array in (*inputs, *outputs)]
-        getattr(gpu, method)(problem, *(twin.view for twin in twins))
+        getattr(self._engine, method)(problem, *(twin.view for twin in twins))
         for twin in twins[len(inputs) :]:
             twin.bring_back()
 

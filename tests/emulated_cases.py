@@ -359,7 +359,7 @@ _SHAPES = {
     ("bfloat simt", "plain"): [(65, 33)],
 }
 
-# Forward only: tiles more than blocks, ragged, and groups of heads; blocks of rows some of which see nothing, or nothing
+# Forward only: more tiles than blocks, ragged, groups of heads; blocks of rows some of which see nothing, or nothing
 # of the keys that are loaded first.
 _HOPPER_SHAPES = {
     "plain": [(1, 1), (130, 70, 1, 5, 1), (300, 100, 2, 3, 3)],
@@ -463,11 +463,16 @@ def run(name, schedules=SCHEDULES, **runtime):
     """Raises what is wrong with the kernels on a case; ``runtime`` are attributes of the HostRuntime."""
     case = CASES[name]
     kind = KINDS[case.kind]
-    problem, q, k, v, dout, answer = prepared(name)
     limits = SMALL_L2 if case.l2 else kind.gpu
+    run_on((EmulatedBackend(dict(kind.tiles), limits_=limits, options=s, **runtime) for s in schedules), name)
+
+
+def run_on(backends, name):
+    """The case on each of these backends, which agree in every bit."""
+    case = CASES[name]
+    problem, q, k, v, dout, answer = prepared(name)
     first = None
-    for schedule in schedules:
-        backend = EmulatedBackend(dict(kind.tiles), limits_=limits, options=schedule, **runtime)
+    for backend in backends:
         backend.max_head_dim = backend.max_scores = None
         backend.output = OUTPUTS.get(case.layout, Guarded)
         out, lse = backend.forward(problem, q, k, v)

@@ -8,12 +8,14 @@ import contextlib
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
+import emulated_cases
 import numpy as np
 import pytest
+from backends import GpuBackend
 from oracles import DTYPES, assert_close, assert_lse_close, naive_backward, naive_forward
 
 import cupyflash
-from cupyflash import dispatch
+from cupyflash import dispatch, heuristics
 from cupyflash.problem import Problem
 from cupyflash.reference import reference_backward, reference_forward
 from cupyflash.tiles import tile_head_dims
@@ -115,9 +117,10 @@ def blocks_of_512(*sizes):
 
 def growth(call):
     """Bytes that a call takes beyond its arguments at its peak: what a pool without free blocks has to add."""
+    call()  # compiled, loaded, planned; what a stream is given once
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
-        call()  # compiled, loaded, planned
+        call()
         gc.collect()
         pool.free_all_blocks()
         assert pool.total_bytes() == 0
@@ -336,6 +339,105 @@ def test_graphs_are_replayed_with_new_data(deterministic):
                 assert_same_bits((target, lse, *gradients), expected)
             else:
                 assert_right((target, lse, *gradients), data, **options)
+
+
+# ---- Hopper: blocks that stay, and what they count their tiles with
+
+
+@pytest.fixture
+def hopper(runtime):
+    """The runtime; afterwards no kernel has left a tile counter other than it was."""
+    if runtime.limits().arch != 90:
+        pytest.skip("family wgmma runs on sm_90 only")
+    yield runtime
+    cupy.cuda.Device().synchronize()
+    assert runtime._tile_counters
+    for counter in runtime._tile_counters.values():
+        assert (to_host(counter) == 0).all()
+
+
+@pytest.mark.parametrize("case", [name for name, c in emulated_cases.CASES.items() if c.kind in emulated_cases.HOPPER])
+def test_hoppers_kernels_are_right(hopper, case):
+    """The cases that the emulated device runs in several orders."""
+    tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)
+    emulated_cases.run_on([GpuBackend(tiles)] * 2, case)
+
+
+def forward_by(family, runtime, q, k, v, **options):
+    """out and lse, NumPy arrays, by the family's first choice of tiles."""
+    p = Problem.of(q, k, v, **options)
+    config = next(c for c in heuristics.candidates("forward", p, runtime.limits()) if c.family == family)
+    return GpuBackend({"forward": config}).forward(p, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 7)}, {"causal": True, "softcap": 9.0}])
+def test_more_tiles_than_multiprocessors(hopper, dtype, D, Dv, options):
+    """Two families, and float64."""
+    q, k, _, _ = on_host(2, 1100, 1000, 20, 4, D, dtype)
+    v = randn(2, 1000, 4, Dv, dtype=dtype, seed=9)
+    p = Problem.of(q, k, v, **options)
+    expected, expected_lse = reference_forward(p, q, k, v)
+    naive = naive_forward(p, q, k, v)
+    for family in ("wgmma", "mma"):
+        out, lse = forward_by(family, hopper, q, k, v, **options)
+        assert_close(out, expected, naive, what=f"out by {family}")
+        assert_lse_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+@pytest.mark.parametrize("steep", [False, True])
+def test_a_thousand_times_the_same_bits(hopper, options, steep):
+    """Who computes which tile depends on the clock; what a tile becomes does not, repeated or not."""
+    q, k, v, _ = on_host(2, 1100, 1000, 20, 4, 128)
+    if steep:  # the weights of some tiles overflow
+        q[:, :, ::3] *= 8
+    q, k, v = map(to_gpu, (q, k, v))
+    first = cupyflash.attention(q, k, v, return_lse=True, **options)
+    for _ in range(1000):
+        assert_same_bits(cupyflash.attention(q, k, v, return_lse=True, **options), first)
+
+
+def test_a_captured_forward_is_replayed_on_two_streams_at_once(hopper):
+    """They would share a counter: a captured launch has none."""
+    host = on_host(2, 1100, 1000, 20, 4, 128)
+    capturing, *streams = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+    with capturing:
+        q, k, v = map(to_gpu, host[:3])
+        expected = cupyflash.attention(q, k, v, causal=True)
+        targets = [cupy.full_like(expected, np.nan) for _ in streams]
+        graphs = []
+        for target in targets:
+            cupyflash.attention(q, k, v, out=target, causal=True)
+            target.fill(np.nan)
+            capturing.synchronize()
+            capturing.begin_capture()
+            cupyflash.attention(q, k, v, out=target, causal=True)
+            graphs.append(capturing.end_capture())
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            graph.launch(stream)
+        for stream, target in zip(streams, targets, strict=True):
+            stream.synchronize()
+            assert_same_bits([target], [expected])
+            target.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+
+
+def test_streams_have_counters_of_their_own(hopper):
+    q, k, v, _ = map(to_gpu, on_host(2, 1100, 1000, 20, 4, 128))
+    expected = cupyflash.attention(q, k, v, causal=True)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(50):
+        for stream in streams:
+            with stream:
+                results.append(cupyflash.attention(q, k, v, causal=True))
+    cupy.cuda.Device().synchronize()
+    for result in results:
+        assert_same_bits([result], [expected])
 
 
 # ---- sizes and addresses
