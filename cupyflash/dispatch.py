@@ -102,6 +102,21 @@ def choose(
     return found[0], "heuristic"
 
 
+def passed_over(
+    task: Task, config: TileConfig, problem: Problem, limits: Limits, mappable: bool = True
+) -> dict[str, str]:
+    """The families that would come before the chosen configuration's, and why they do not; as in ``choose``."""
+    reasons: dict[str, str] = {}
+    for other in heuristics.listed(task, problem, limits):
+        if other.family == config.family:
+            break
+        reason = resources.why_illegal(task, other, problem, limits)
+        if reason is None and other.family == "wgmma" and not mappable:
+            reason = "tensor maps need strides above 0, and addresses, strides and rows that are multiples of 16 bytes"
+        reasons.setdefault(other.family, reason or "was slower where it was measured")
+    return reasons
+
+
 def plan_forward(
     problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None, mappable: bool = True
 ) -> Plan:

@@ -10,6 +10,8 @@ import cupyflash
 from cupyflash.cli import main
 from cupyflash.cli.explain import explain
 from cupyflash.resources import KNOWN_GPUS
+from cupyflash.tiles import TileConfig
+from cupyflash.tuning import store
 
 
 def no_gpu():
@@ -40,10 +42,34 @@ def test_info_survives_a_broken_installation(capsys, monkeypatch):
 def test_explain_plans_within_the_limits_of_every_gpu(gpu):
     said = explain(f"B=8 S=256 H=12 D=128 causal gpu={gpu}", no_gpu)
     assert "B=8 Sq=256 Sk=256 H=12 Hk=12 D=128 Dv=128 float16, scale 0.0883883, visible j - i <= 0" in said
-    assert re.search(r"^forward +w?g?mma Br=\d+ Bc=\d+ warps=\d+.*\((tuned|heuristic)\)$", said, re.MULTILINE)
+    assert re.search(r"^forward +(wgmma|mma) Br=\d+ Bc=\d+ warps=\d+.*\((tuned|heuristic)\)$", said, re.MULTILINE)
     assert re.search(r"^backward", said, re.MULTILINE)
     needed = [float(kib) for kib in re.findall(r"threads, ([\d.]+) KiB", said)]
     assert 0 < max(needed) <= KNOWN_GPUS[gpu].shared_bytes / 1024
+
+
+@pytest.mark.parametrize(
+    ("description", "said"),
+    [
+        ("gpu=A100", "not wgmma: wgmma needs sm_90; NVIDIA A100-SXM4-80GB is sm_80"),
+        ("gpu=B200", "not wgmma: wgmma needs sm_90; NVIDIA B200 is sm_100"),
+        ("gpu=H100 D=60", "not wgmma: tensor maps need strides above 0, and addresses, strides and rows that are"),
+        ("gpu=H100 dtype=float32", "not mma: tensor cores have no exact float32"),
+        ("gpu=H100 dtype=float32 precision=tf32", "not wgmma: wgmma kernels compute float16 and bfloat16, not float32"),
+        ("gpu=T4 dtype=bfloat16", "not mma: bfloat16 on tensor cores needs sm_80; Tesla T4 is sm_75"),
+        ("gpu=H100", "arrays with negative or zero strides, or not aligned to 16 bytes, take mma"),
+    ],
+)
+def test_explain_says_why_a_family_is_not_taken(description, said):
+    forward, _ = explain(description, no_gpu).split("\nbackward", 1)
+    assert said in forward
+    assert ("not wgmma" in forward) == ("take mma" not in forward)
+
+
+def test_a_family_that_was_slower_is_passed_over(monkeypatch):
+    slower = TileConfig("mma", 64, 32, 4)
+    monkeypatch.setattr(store, "find", lambda task, *_: (slower,) if task == "forward" else ())
+    assert "not wgmma: was slower where it was measured" in explain("gpu=H100", no_gpu)
 
 
 def test_explain_takes_every_option():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ DEFAULTS = {"B": 1, "S": 1024, "H": 16, "D": 64}
 SIZES = ("B", "S", "Sq", "Sk", "H", "Hk", "D", "Dv")
 NUMBERS = ("scale", "softcap")
 WORDS = ("causal", "window", "dtype", "precision", "deterministic", "gpu")
-VECTOR_BYTES = 16  # arrays as allocated: every row starts at a multiple of this
 
 
 def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
@@ -42,14 +42,22 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
     except (ImportError, RuntimeError) as error:
         raise ValueError(f"{error}; or name a GPU to plan for, as in gpu=H200") from error
     lines = [("problem", _describe(problem)), ("GPU", _describe_gpu(limits))]
+    # Arrays as allocated: contiguous, and aligned to more.
+    vector_bytes = math.gcd(16, problem.head_dim * problem.itemsize, problem.head_dim_v * problem.itemsize)
+    mappable = vector_bytes == 16
     for direction, plan in (("forward", dispatch.plan_forward), ("backward", dispatch.plan_backward)):
         try:
-            planned = plan(problem, VECTOR_BYTES, limits)
+            planned = plan(problem, vector_bytes, limits)
         except dispatch.UnsupportedError as error:
             lines.append((direction, str(error)))
             continue
         for task, config, origin in planned.configs:
             lines.append((task, f"{_describe_config(config)}  ({origin})"))
+            passed_over = dispatch.passed_over(task, config, problem, limits, mappable)
+            lines += [("", f"not {family}: {reason}") for family, reason in passed_over.items()]
+            if config.family == "wgmma":
+                other = dispatch.choose(task, problem, limits, mappable=False)[0].family
+                lines.append(("", f"arrays with negative or zero strides, or not aligned to 16 bytes, take {other}"))
         for kernel, blocks in planned.launches:
             lines.append(
                 (
