@@ -112,6 +112,13 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
     return sums + max(2 * score, config.Br * d // per_thread)
 
 
+def available_registers(config: TileConfig) -> int:
+    """32-bit registers that a thread can have; a consumer of family "wgmma" has some of the producer's."""
+    if config.family == "wgmma":
+        return _CONSUMER_REGISTERS[_consumers(config)]
+    return min(_USABLE_REGISTERS, _REGISTERS_PER_SM // (config.threads * config.blocks_per_sm))
+
+
 def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
     """The reason why a configuration cannot run a task on a GPU, or None if it can."""
     reason = _why_not_family(task, config, problem, limits)
@@ -125,9 +132,7 @@ def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits
     per_sm = limits.shared_bytes + _RESERVED_SHARED_BYTES
     if (need + _RESERVED_SHARED_BYTES) * config.blocks_per_sm > per_sm:
         return f"{config.blocks_per_sm} blocks need {need} bytes of shared memory each; an SM has {per_sm}"
-    available = min(_USABLE_REGISTERS, _REGISTERS_PER_SM // (config.threads * config.blocks_per_sm))
-    if config.family == "wgmma":
-        available = _CONSUMER_REGISTERS[_consumers(config)]  # some of them from the producer
+    available = available_registers(config)
     if (used := registers(task, config, problem)) > available:
         return f"needs {used} registers per thread for its accumulators; {available} are available"
     return None

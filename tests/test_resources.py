@@ -291,6 +291,25 @@ def test_registers_of_consumers(config, d, need, available):
     assert reason == (expected if need > available else None)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_space_of_warpgroups(d):
+    """What the heuristic takes, with every option, around it other tiles; a third stage where it fits."""
+    p = problem(d)
+    found = [config for config in space("forward", p, H200) if config.family == "wgmma"]
+    default = heuristics.candidates("forward", p, H200)[0]
+    for option in ("stale_maximum", "turns", "dynamic"):
+        assert {dataclasses.replace(default, **{option: value}) for value in (False, True)} <= set(found)
+    assert len({(config.Br, config.Bc) for config in found}) > 3
+    assert {config.stages for config in found} == {2, 3}
+    assert len(set(found)) == len(found)
+
+
+def test_space_has_warpgroups_where_there_is_a_kernel():
+    assert all(config.family == "mma" for config in space("forward", problem(), A100))
+    for task in TASKS[1:]:
+        assert all(config.family == "mma" for config in space(task, problem(), H200))
+
+
 # ---- every known GPU
 
 

@@ -6,24 +6,30 @@ from collections.abc import Iterator
 from itertools import product
 
 from ..problem import Problem
-from ..resources import Limits, registers, why_illegal
+from ..resources import Limits, available_registers, registers, why_illegal
 from ..tiles import Task, TileConfig
 
-_SPARE_REGISTERS = 24  # fewer left for addresses and operands than this, and everything spills
+# Fewer left for addresses and operands than this, and everything spills. A consumer warpgroup takes its operands from
+# shared memory by descriptors.
+_SPARE_REGISTERS = {"mma": 24, "wgmma": 16}
 
 
 def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     """The legal tensor-core configurations of a task, in a fixed order."""
 
     def has_room(config: TileConfig) -> bool:
-        available = min(255, 65536 // config.threads // config.blocks_per_sm)
-        return registers(task, config, problem) <= available - _SPARE_REGISTERS
+        return registers(task, config, problem) <= available_registers(config) - _SPARE_REGISTERS[config.family]
 
     return [c for c in _all(task) if why_illegal(task, c, problem, limits) is None and has_room(c)]
 
 
 def _all(task: Task) -> Iterator[TileConfig]:
     if task == "forward":
+        for (Br, warps), Bc, stages in product(((128, 12), (192, 16)), range(32, 257, 16), (2, 3)):
+            for stale_maximum, turns, dynamic in product((True, False), repeat=3):
+                yield TileConfig(
+                    *("wgmma", Br, Bc, warps, stages), stale_maximum=stale_maximum, turns=turns, dynamic=dynamic
+                )
         for Br, Bc, warps, blocks in product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)):
             yield TileConfig("mma", Br, Bc, warps, blocks_per_sm=blocks)
     elif task == "backward_dq":
