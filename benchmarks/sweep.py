@@ -26,10 +26,10 @@ import yaml
 
 import cupyflash
 from cupyflash.dispatch import plan_backward, plan_forward
-from cupyflash.engine import Prepared
+from cupyflash.engine import Prepared, PreparedTensor
 from cupyflash.problem import Problem
 from cupyflash.runtime.cuda import CudaRuntime
-from cupyflash.runtime.params import BACKWARD, FORWARD
+from cupyflash.runtime.params import BACKWARD, FORWARD, FORWARD_TENSOR
 from cupyflash.tiles import Task, TileConfig
 from cupyflash.tuning.space import space
 from cupyflash.tuning.store import key
@@ -58,7 +58,7 @@ class Case:
         """(bytes of spills, a function that runs the task once)."""
         if task == "forward":
             plan = plan_forward(self.problem, 16, runtime.limits(), {task: config})
-            arrays, struct = (self.q, self.k, self.v, self.out), FORWARD
+            arrays, struct = (self.q, self.k, self.v, self.out), FORWARD_TENSOR if plan.map_rows else FORWARD
             pointers = [a.data.ptr for a in (*arrays, self.lse)]
         else:
             plan = plan_backward(self.problem, 16, runtime.limits(), {task: config})
@@ -66,7 +66,8 @@ class Case:
             workspace = cp.empty(plan.delta_floats + plan.dq_floats, cp.float32)
             pointers = [a.data.ptr for a in (*arrays[:5], self.lse, *arrays[5:], workspace)]
             pointers.append(pointers[-1] + 4 * plan.delta_floats)
-        prepared = Prepared(runtime, self.problem, plan, struct, arrays)
+        kind = PreparedTensor if plan.map_rows else Prepared
+        prepared = kind(runtime, self.problem, plan, struct, arrays)
         if task == "backward_dkv":
             prepared.launchers = prepared.launchers[:2]
         elif task == "backward_dq":

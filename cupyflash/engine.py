@@ -1,12 +1,15 @@
 """The walk from a problem and its arrays to launches, the same for every runtime that can run the kernels.
 
 An equal call with equally laid out arrays finds its prepared launches in a dictionary: nothing is planned, compiled or
-allocated again but the backward's workspace.
+allocated again but the backward's workspace. Who knows without that look-up that a call is equal has bound it before,
+and passes its addresses only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol
 
 from .arrays import Array
@@ -15,7 +18,7 @@ from .problem import Problem
 from .resources import Limits
 from .runtime.params import BACKWARD, FORWARD, FORWARD_TENSOR, ParamBlock, ParamStruct
 
-Launcher = Callable[[ParamBlock], None]  # a kernel ready to launch
+Launcher = Callable[[ParamBlock, int], None]  # a kernel ready to launch: takes its parameters and a stream
 
 _PANEL_BYTES = 128  # of a row in one load, kernels_cu/include/panel_tile.cuh
 _MAPS_KEPT = 1024  # more than an allocator's pool has blocks of one size
@@ -35,6 +38,9 @@ class Runtime(Protocol):
     def load(self, kernel: Kernel, grid: int) -> Launcher:
         """Compiles a kernel, or finds it compiled, for the current device."""
 
+    def stream(self, device: int) -> int:
+        """Handle of the current stream of the current device."""
+
     def address(self, array: Array) -> int:
         """Address of an array's first element."""
 
@@ -52,13 +58,13 @@ class Runtime(Protocol):
             itemsize: bytes of an element.
         """
 
-    def tile_counter(self) -> int:
-        """Address of two uint32 zeros with which a kernel on the current stream counts its tiles; it leaves them as
-        they were. 0 where there are none to be had.
+    def tile_counter(self, device: int, stream: int) -> int:
+        """Address of two uint32 zeros with which a kernel on the current device and stream counts its tiles; it leaves
+        them as they were. 0 where there are none to be had.
         """
 
-    def workspace(self, floats: int) -> Array:
-        """An uninitialised float32 array, aligned to 256 bytes."""
+    def workspace(self, floats: int) -> tuple[int, Any]:
+        """Address of uninitialised float32 memory, aligned to 256 bytes, and the object that holds it."""
 
 
 class Engine:
@@ -80,16 +86,23 @@ class Engine:
         ``problem`` must have scores: no dimension is 0.
         """
         address = self._runtime.address
-        pointers = (address(q), address(k), address(v), address(out))
-        bits = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
+        launch = self.bind_forward(problem, q, k, v, out)
+        launch(address(q), address(k), address(v), address(out), 0 if lse is None else address(lse))
+
+    def bind_forward(self, problem: Problem, q: Array, k: Array, v: Array, out: Array) -> Callable[..., None]:
+        """The launch of ``forward`` on arrays laid out and aligned like these, on the device that is current now.
+
+        It takes the addresses of q, k, v, out and lse (0: not wanted).
+        """
+        arrays = (q, k, v, out)
+        bits = self._pointer_bits(arrays)
         key = (problem, q.strides, k.strides, v.strides, out.strides, bits, self._runtime.device())
         prepared = self._prepared.get(key)
         if prepared is None:
-            arrays = (q, k, v, out)
             width = vector_bytes(problem, arrays, bits)
             plan = plan_forward(problem, width, self._runtime.limits(), self._given, mappable(arrays[:3]))
             prepared = self._prepare(key, plan, FORWARD_TENSOR if plan.map_rows else FORWARD, arrays)
-        prepared.launch(*pointers, 0 if lse is None else address(lse))
+        return prepared.launch
 
     def backward(
         self,
@@ -105,24 +118,38 @@ class Engine:
         dv: Array,
     ) -> None:
         """Writes dq, dk and dv; arrays as in ``forward``."""
-        address = self._runtime.address
-        arrays = (dout, q, k, v, out, dq, dk, dv)
-        at = [address(array) for array in arrays]
-        bits = (at[0] | at[1] | at[2] | at[3] | at[4] | at[5] | at[6] | at[7]) & 15
+        launch = self.bind_backward(problem, dout, q, k, v, out, dq, dk, dv)
+        launch(*map(self._runtime.address, (dout, q, k, v, out, lse, dq, dk, dv)))
+
+    def bind_backward(self, problem: Problem, *arrays: Array) -> Callable[..., None]:
+        """The launch of ``backward`` on arrays laid out and aligned like these, all but lse, as in ``bind_forward``.
+
+        It takes the addresses of dout, q, k, v, out, lse, dq, dk and dv.
+        """
+        bits = self._pointer_bits(arrays)
         key = (problem, *(array.strides for array in arrays), bits, self._runtime.device())
         prepared = self._prepared.get(key)
         if prepared is None:
             width = vector_bytes(problem, arrays, bits)
             plan = plan_backward(problem, width, self._runtime.limits(), self._given)
             prepared = self._prepare(key, plan, BACKWARD, arrays)
-        plan = prepared.plan
-        delta_floats = -(-plan.delta_floats // 64) * 64  # keeps the sum behind it aligned
-        workspace = self._runtime.workspace(delta_floats + plan.dq_floats)
-        delta = address(workspace)
-        prepared.launch(*at[:5], address(lse), *at[5:], delta, delta + 4 * delta_floats)
+        launch_on, workspace = prepared.launch, self._runtime.workspace
+        delta_floats = -(-prepared.plan.delta_floats // 64) * 64  # keeps the sum behind it aligned
+        floats = delta_floats + prepared.plan.dq_floats
+
+        def launch(*pointers: int) -> None:
+            delta, _memory = workspace(floats)
+            launch_on(*pointers, delta, delta + 4 * delta_floats)
+
+        return launch
+
+    def _pointer_bits(self, arrays: tuple[Array, ...]) -> int:
+        """The low bits that some address has."""
+        return reduce(or_, map(self._runtime.address, arrays)) & 15
 
     def _prepare(self, key: Any, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:
-        prepared = Prepared(self._runtime, key[0], plan, struct, arrays)
+        kind = PreparedTensor if plan.map_rows else Prepared
+        prepared = kind(self._runtime, key[0], plan, struct, arrays)
         if len(self._prepared) >= _PREPARED_KEPT:
             self._prepared.clear()
         self._prepared[key] = prepared
@@ -137,15 +164,12 @@ class Prepared:
     ) -> None:
         self.plan = plan
         self.launchers = [runtime.load(kernel, grid) for kernel, grid in plan.launches]
-        self._maps = [
-            TensorMaps(runtime, array, rows)
-            for array, rows in zip(arrays[: len(plan.map_rows)], plan.map_rows, strict=True)
-        ]
         constants = _constants(problem, plan.section, [_strides(array) for array in arrays])
         nothing = [bytes(128)] * struct.maps + [0] * struct.pointers
         self._content = struct.packer.pack(*nothing, *constants)
         self._pack_addresses = struct.address_packer.pack_into
-        self._tile_counter = runtime.tile_counter if plan.dynamic else int
+        self._device = runtime.device()
+        self._stream = runtime.stream
         self._blocks: list[ParamBlock] = []  # those that no thread is launching with
 
     def launch(self, *pointers: int) -> None:
@@ -154,41 +178,69 @@ class Prepared:
             block = self._blocks.pop()
         except IndexError:
             block = ParamBlock(self._content)
-        if self._maps:
-            maps = [map_of.at(pointer) for map_of, pointer in zip(self._maps, pointers, strict=False)]
-            self._pack_addresses(block.buffer, 0, *maps, self._tile_counter(), *pointers)
-        else:
-            self._pack_addresses(block.buffer, 0, *pointers)
+        self._pack_addresses(block.buffer, 0, *pointers)
+        stream = self._stream(self._device)
         for launcher in self.launchers:
-            launcher(block)
+            launcher(block, stream)
         self._blocks.append(block)
 
 
-class TensorMaps:
-    """Tensor maps of arrays that differ in their address only, kept since a program comes back to its addresses."""
+class PreparedTensor(Prepared):
+    """The launches of a forward that loads with the tensor memory accelerator."""
 
-    def __init__(self, runtime: Runtime, array: Array, rows: int) -> None:
+    def __init__(
+        self, runtime: Runtime, problem: Problem, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]
+    ) -> None:
+        super().__init__(runtime, problem, plan, struct, arrays)
+        self._maps = TensorMaps(runtime, arrays, plan.map_rows)
+        self._tile_counter = runtime.tile_counter if plan.dynamic else _no_counter
+
+    def launch(self, q: int, k: int, v: int, out: int, lse: int) -> None:  # type: ignore[override]  # by name: faster
+        """Launches on the current stream."""
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = ParamBlock(self._content)
+        stream = self._stream(self._device)
+        counter = self._tile_counter(self._device, stream)
+        self._pack_addresses(block.buffer, 0, self._maps[q, k, v], counter, q, k, v, out, lse)
+        for launcher in self.launchers:
+            launcher(block, stream)
+        self._blocks.append(block)
+
+
+def _no_counter(device: int, stream: int) -> int:
+    return 0
+
+
+class TensorMaps(dict[tuple[int, ...], bytes]):
+    """Tensor maps of q, k and v, in a row, by their addresses: kept, since a program comes back to its addresses."""
+
+    def __init__(self, runtime: Runtime, arrays: Sequence[Array], rows: Sequence[int]) -> None:
+        self._runtime = runtime
+        # All but their addresses.
+        self._tensors = [self._description(*described) for described in zip(arrays, rows, strict=False)]
+
+    @staticmethod
+    def _description(array: Array, rows: int) -> tuple[Any, ...]:
         batch, length, heads, head_dim = array.shape
         itemsize = array.itemsize
         # (B, S, H, D) is (D, S, H, B) here. The stride along an axis of length 1 means nothing, but must be legal.
         byte_strides = [stride * itemsize or 16 for stride in _strides(array)]
-        self._describe: tuple[Any, ...] = (
+        return (
             (head_dim, length, heads, batch),
             (byte_strides[1], byte_strides[2], byte_strides[0]),
             (_PANEL_BYTES // itemsize, rows, 1, 1),
             itemsize,
         )
-        self._runtime = runtime
-        self._maps: dict[int, bytes] = {}
 
-    def at(self, address: int) -> bytes:
-        """The map of the array at this address."""
-        found = self._maps.get(address)
-        if found is None:
-            if len(self._maps) >= _MAPS_KEPT:
-                self._maps.clear()
-            found = self._maps[address] = self._runtime.tensor_map(address, *self._describe)
-        return found
+    def __missing__(self, addresses: tuple[int, ...]) -> bytes:
+        described = zip(addresses, self._tensors, strict=True)
+        maps = b"".join(self._runtime.tensor_map(address, *tensor) for address, tensor in described)
+        if len(self) >= _MAPS_KEPT:
+            self.clear()
+        self[addresses] = maps
+        return maps
 
 
 def _strides(array: Array) -> tuple[int, int, int]:

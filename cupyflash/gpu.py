@@ -1,4 +1,4 @@
-"""Attention on CuPy arrays: the engine on CUDA. Same signatures as cpu.py."""
+"""Attention on CuPy arrays: the engine on CUDA. Same signatures as cpu.py; and calls are bound, see Engine."""
 
 from __future__ import annotations
 
@@ -10,3 +10,5 @@ _engine = Engine(CudaRuntime())
 check = _engine.check
 forward = _engine.forward
 backward = _engine.backward
+bind_forward = _engine.bind_forward
+bind_backward = _engine.bind_backward

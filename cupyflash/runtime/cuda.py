@@ -18,6 +18,7 @@ from .tensor_map import encode_tensor_map
 
 _DEFAULT_SHARED_BYTES = 48 * 1024  # what a block gets without asking for more
 _LEGACY_STREAM = 1  # 0 and 1 are the legacy default stream, which cannot be captured
+_THREAD_STREAM = 2  # the default stream of a thread: another one in every thread
 _OLDEST_ARCH = 75  # of NVRTC 13; the 16-bit and tensor-core wrappers know nothing older
 
 
@@ -46,20 +47,21 @@ class CudaRuntime:
             )
         return self._limits[device.id]
 
-    def load(self, kernel: Kernel, grid: int) -> Callable[[ParamBlock], None]:
+    def stream(self, device: int) -> int:
+        return cupy.cuda.get_current_stream(device).ptr  # type: ignore[no-any-return]
+
+    def load(self, kernel: Kernel, grid: int) -> Callable[[ParamBlock, int], None]:
         if grid < 1:
             raise ValueError(f"{kernel.name} would be launched with {grid} blocks; empty problems need no launch")
         raw = self.raw_kernel(kernel)
         if kernel.shared_bytes > _DEFAULT_SHARED_BYTES:
             raw.max_dynamic_shared_size_bytes = kernel.shared_bytes  # of the current device's function only
         function, threads, shared_bytes = raw.kernel.ptr, kernel.threads, kernel.shared_bytes
-
         # The driver's own call: what CuPy's kernel object does before it costs as much as the launch.
-        def launch(params: ParamBlock) -> None:
-            stream = cupy.cuda.get_current_stream().ptr
-            cupy.cuda.driver.launchKernel(
-                function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, params.kernel_params, 0
-            )
+        launch_kernel = cupy.cuda.driver.launchKernel
+
+        def launch(params: ParamBlock, stream: int) -> None:
+            launch_kernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, params.kernel_params, 0)
 
         return launch
 
@@ -71,19 +73,18 @@ class CudaRuntime:
     ) -> bytes:
         return encode_tensor_map(address, sizes, byte_strides, box, itemsize)
 
-    def tile_counter(self) -> int:
-        stream = cupy.cuda.get_current_stream()
+    def tile_counter(self, device: int, stream: int) -> int:
         # A captured launch may run at any time, beside others that were captured or launched on this stream.
-        if stream.ptr > _LEGACY_STREAM and stream.is_capturing():
+        if stream > _LEGACY_STREAM and (stream == _THREAD_STREAM or cupy.cuda.runtime.streamIsCapturing(stream)):
             return 0
-        key = (self.device(), stream.ptr)
-        counter = self._tile_counters.get(key)
+        counter = self._tile_counters.get((device, stream))
         if counter is None:
-            counter = self._tile_counters[key] = cupy.zeros(2, cupy.uint32)
+            counter = self._tile_counters[device, stream] = cupy.zeros(2, cupy.uint32)
         return counter.data.ptr  # type: ignore[no-any-return]
 
-    def workspace(self, floats: int) -> Array:
-        return cupy.empty(floats, cupy.float32)
+    def workspace(self, floats: int) -> tuple[int, Any]:
+        memory = cupy.cuda.alloc(4 * floats)  # an array around it costs twice as much as the memory
+        return memory.ptr, memory
 
     def raw_kernel(self, kernel: Kernel) -> Any:
         """A compiled kernel on the current device, a ``cupy.RawKernel``. Threads may compile different ones at once."""

@@ -45,11 +45,14 @@ class HostRuntime:
     def limits(self) -> Limits:
         return self.limits_
 
-    def load(self, kernel: Kernel, grid: int) -> Callable[[ParamBlock], None]:
+    def stream(self, device: int) -> int:
+        return 0
+
+    def load(self, kernel: Kernel, grid: int) -> Callable[[ParamBlock, int], None]:
         source = flatten(kernel.file, "emulated", self.sources)
         library = emulated.build(source, dict(kernel.defines), sanitize=self.sanitize)
 
-        def launch(params: ParamBlock) -> None:
+        def launch(params: ParamBlock, stream: int) -> None:
             emulated.launch(
                 library,
                 kernel.name,
@@ -88,12 +91,13 @@ class HostRuntime:
             raise ValueError(f"sizes are {sizes}; they must be positive")
         return _TENSOR_MAP.pack(address, *sizes, *byte_strides, *box, itemsize, _SWIZZLE_BYTES)
 
-    def tile_counter(self) -> int:
+    def tile_counter(self, device: int, stream: int) -> int:
         if self._tile_counter.any():
             raise RuntimeError(f"a kernel left its tile counter at {self._tile_counter}")
         return int(self._tile_counter.ctypes.data)
 
-    def workspace(self, floats: int) -> Array:
+    def workspace(self, floats: int) -> tuple[int, Array]:
         padded = np.full(2 * (floats + 64), emulated.POISON, np.uint16).view(np.float32)
         skip = -padded.ctypes.data % 256 // 4
-        return padded[skip : skip + floats]
+        workspace = padded[skip : skip + floats]
+        return self.address(workspace), workspace

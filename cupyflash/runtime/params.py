@@ -37,8 +37,9 @@ class ParamStruct:
 
     @cached_property
     def address_packer(self) -> struct.Struct:
-        """Packs the leading tensor maps and pointers only; they are all that differs between calls with one plan."""
-        return struct.Struct(f"<{self.maps * _FORMATS[_MAP]}{self.pointers}Q")
+        """Packs the leading tensor maps, as one value, and pointers: all that differs between calls with one plan."""
+        maps = f"{self.maps * struct.calcsize(_FORMATS[_MAP])}s" if self.maps else ""
+        return struct.Struct(f"<{maps}{self.pointers}Q")
 
     @property
     def maps(self) -> int:
