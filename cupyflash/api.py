@@ -1,15 +1,19 @@
 """The public face: attention forward and backward on NumPy arrays, CuPy arrays, and arrays that share their memory.
 
-A call is checked once: ``_resolve`` remembers its checked form under the shapes, dtypes and options of its arrays, and
-an equal call goes from that look-up to the launch.
+A call is checked once: ``_resolve`` remembers its checked form under the shapes, dtypes and options of its arrays. On
+CuPy arrays it is bound to its launch besides (``Bound``): from then on, an equal call on equally laid out arrays is one
+look-up and a launch with new addresses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -50,6 +54,10 @@ class Options(NamedTuple):
         )
 
 
+# The values of Options in its order, or Options itself: what every call looks up need not have names, which take time.
+OptionValues: TypeAlias = tuple[Any, ...]
+
+
 class Call(NamedTuple):
     """A checked call: the problem, the module that computes it, and the shapes of its results."""
 
@@ -62,6 +70,25 @@ class Call(NamedTuple):
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     lse_dtype: type
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A call on CuPy arrays that was checked once. Calls that find it under their key differ from it in addresses only.
+
+    Attributes:
+        call: the checked call.
+        launch: launches it on the current stream; takes the addresses of all arrays.
+        shapes: of the results that are made for every call: (out, lse), or (dq, dk, dv).
+        dtype: of the results; their scalar type, which CuPy looks up faster than a dtype.
+        overlaps: distances from a given out to q, k and v at which it overlaps them.
+    """
+
+    call: Call
+    launch: Callable[..., None]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: type
+    overlaps: tuple[range, ...] = ()
 
 
 def attention(
@@ -125,7 +152,7 @@ def attention(
     References:
         Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
     """
-    options = Options(causal, scale, layout, window, softcap, deterministic, precision, device)
+    options = (causal, scale, layout, window, softcap, deterministic, precision, device, None)
     kind = type(q)
     if kind in arrays.native and type(k) is kind and type(v) is kind and (out is None or type(out) is kind):
         return forward(q, k, v, out, options, return_lse)
@@ -178,10 +205,10 @@ def attention_backward(
     References:
         Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
     """
-    options = Options(causal, scale, layout, window, softcap, deterministic, precision, device)
+    options = (causal, scale, layout, window, softcap, deterministic, precision, device, None)
     kind = type(q)
-    operands = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
-    if kind in arrays.native and all(type(operand) is kind for operand in operands):
+    same = kind is type(dout) is type(k) is type(v) is type(out) is type(lse)
+    if same and kind in arrays.native and (dlse is None or type(dlse) is kind):
         return backward(dout, q, k, v, out, lse, dlse, options)
     required = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     return arrays.through(backward, required, {"dlse": dlse}, options)
@@ -263,15 +290,59 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
     return True, ""
 
 
-def forward(q: Array, k: Array, v: Array, out: Array | None, options: Options, return_lse: bool) -> Any:
+def forward(q: Array, k: Array, v: Array, out: Array | None, options: OptionValues, return_lse: bool) -> Any:
     """``attention`` on arrays that are all NumPy or all CuPy."""
-    call = _resolve(q, k, v, options)
-    if call.place == "gpu":
-        gpu = arrays.gpu_of(("q", "k", "v", "out"), q, k, v, q if out is None else out)
-        if gpu != call.xp.cuda.runtime.getDevice():
-            with call.xp.cuda.Device(gpu):
-                return _forward(call, q, k, v, out, return_lse)
-    return _forward(call, q, k, v, out, return_lse)
+    if type(q) is np.ndarray:
+        return _forward(_resolve(q, k, v, options), q, k, v, out, return_lse)
+
+    cupy = arrays.native[type(q)]
+    gpu = cupy.cuda.runtime.getDevice()
+    q_at, k_at, v_at = q.data.ptr, k.data.ptr, v.data.ptr
+    out_at, out_layout = (0, None) if out is None else (out.data.ptr, _layout(out))
+    bits = (q_at | k_at | v_at | out_at) & _ALIGNMENT_BITS
+    key = (gpu, options, bits, _layout(q), _layout(k), _layout(v), out_layout)
+    try:
+        bound = _bound_forward.get(key)
+    except TypeError:  # an option that cannot be hashed, such as a list for window
+        bound = None
+    if bound is None:
+        call = _resolve(q, k, v, options)
+        where = arrays.gpu_of(("q", "k", "v", "out"), q, k, v, q if out is None else out)
+        if where != gpu:
+            with cupy.cuda.Device(where):
+                return forward(q, k, v, out, options, return_lse)
+        bound = _bind_forward(call, q, k, v, out)
+        if bound is None:
+            return _forward(call, q, k, v, out, return_lse)
+        _remember(_bound_forward, key, bound)
+
+    if out is None:
+        out = cupy.ndarray(bound.shapes[0], bound.dtype)
+        out_at = out.data.ptr
+        if out_at & _ALIGNMENT_BITS:  # CuPy's own allocators align to 512 bytes
+            return _forward(bound.call, q, k, v, None, return_lse)
+    else:
+        overlaps = bound.overlaps
+        if q_at - out_at in overlaps[0] or k_at - out_at in overlaps[1] or v_at - out_at in overlaps[2]:
+            _check_out(out, q, k, v, bound.call)
+    if not return_lse:
+        bound.launch(q_at, k_at, v_at, out_at, 0)
+        return out
+    lse = cupy.ndarray(bound.shapes[1], np.float32)
+    bound.launch(q_at, k_at, v_at, out_at, lse.data.ptr)
+    return out, lse
+
+
+def _bind_forward(call: Call, q: Array, k: Array, v: Array, out: Array | None) -> Bound | None:
+    """The call bound to its launch; None if it launches nothing, or takes copies of arrays."""
+    if out is not None:
+        _check_out(out, q, k, v, call)
+    result = call.xp.ndarray(call.out_shape, q.dtype) if out is None else out
+    if call.is_empty or not all(map(_is_addressable, (q, k, v, result))):
+        return None
+    launch = call.backend.bind_forward(call.problem, *(_bshd(call, array) for array in (q, k, v, result)))
+    overlaps = () if out is None else tuple(arrays.overlaps(out, array) for array in (q, k, v))
+    return Bound(call, launch, (call.out_shape, call.lse_shape), q.dtype.type, overlaps)
 
 
 def _forward(call: Call, q: Array, k: Array, v: Array, out: Array | None, return_lse: bool) -> Any:
@@ -296,19 +367,57 @@ def _forward(call: Call, q: Array, k: Array, v: Array, out: Array | None, return
 
 
 def backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None, options: Options
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None, options: OptionValues
 ) -> Any:
     """``attention_backward`` on arrays that are all NumPy or all CuPy."""
-    call = _resolve(q, k, v, options)
-    if call.place == "gpu":
-        gpu = arrays.gpu_of(("dout", "q", "k", "v", "out", "lse"), dout, q, k, v, out, lse)
-        if gpu != call.xp.cuda.runtime.getDevice():
-            with call.xp.cuda.Device(gpu):
-                return _backward(call, dout, q, k, v, out, lse, dlse)
-    return _backward(call, dout, q, k, v, out, lse, dlse)
+    if type(q) is np.ndarray:
+        return _backward(_resolve(q, k, v, options), dout, q, k, v, out, lse, dlse)
+
+    cupy = arrays.native[type(q)]
+    gpu = cupy.cuda.runtime.getDevice()
+    q_at, k_at, v_at = q.data.ptr, k.data.ptr, v.data.ptr
+    dout_at, out_at, lse_at = dout.data.ptr, out.data.ptr, lse.data.ptr
+    bits = (dout_at | q_at | k_at | v_at | out_at) & _ALIGNMENT_BITS
+    layouts = (_layout(dout), _layout(q), _layout(k), _layout(v), _layout(out), _layout(lse))
+    key = (gpu, options, bits, dlse is None, layouts)
+    try:
+        bound = _bound_backward.get(key)
+    except TypeError:
+        bound = None
+    if bound is None:
+        call = _resolve(q, k, v, options)
+        where = arrays.gpu_of(("dout", "q", "k", "v", "out", "lse"), dout, q, k, v, out, lse)
+        if where != gpu:
+            with cupy.cuda.Device(where):
+                return backward(dout, q, k, v, out, lse, dlse, options)
+        bound = _bind_backward(call, dout, q, k, v, out, lse, dlse)
+        if bound is None:
+            return _backward(call, dout, q, k, v, out, lse, dlse)
+        _remember(_bound_backward, key, bound)
+
+    (q_shape, k_shape, v_shape), dtype = bound.shapes, bound.dtype
+    dq, dk, dv = cupy.ndarray(q_shape, dtype), cupy.ndarray(k_shape, dtype), cupy.ndarray(v_shape, dtype)
+    dq_at, dk_at, dv_at = dq.data.ptr, dk.data.ptr, dv.data.ptr
+    if (dq_at | dk_at | dv_at) & _ALIGNMENT_BITS:
+        return _backward(bound.call, dout, q, k, v, out, lse, dlse)
+    bound.launch(dout_at, q_at, k_at, v_at, out_at, lse_at, dq_at, dk_at, dv_at)
+    return dq, dk, dv
 
 
-def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None) -> Any:
+def _bind_backward(
+    call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None
+) -> Bound | None:
+    """The call bound to its launches, as in ``_bind_forward``."""
+    _check_gradients(call, q, dout, out, lse, dlse)
+    if call.is_empty or not lse.flags.c_contiguous or not all(map(_is_addressable, (dout, q, k, v, out))):
+        return None
+    results = (call.xp.ndarray(array.shape, array.dtype) for array in (q, k, v))
+    views = (_bshd(call, array) for array in (dout, q, k, v, out, *results))
+    launch = call.backend.bind_backward(call.problem, *views)
+    return Bound(call, launch, (q.shape, k.shape, v.shape), q.dtype.type)
+
+
+def _check_gradients(call: Call, q: Array, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:
     for name, array in (("dout", dout), ("out", out)):
         if array.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {array.dtype} but q, k and v have {q.dtype}; they must be equal")
@@ -323,6 +432,9 @@ def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array,
     if dlse is not None and call.place != "cpu":
         raise NotImplementedError("dlse is supported on the CPU only; pass NumPy arrays, or dlse=None")
 
+
+def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None) -> Any:
+    _check_gradients(call, q, dout, out, lse, dlse)
     dq, dk, dv = (call.xp.empty(array.shape, array.dtype) for array in (q, k, v))
     if call.is_empty:
         for gradient in (dq, dk, dv):
@@ -339,23 +451,32 @@ def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array,
 _BY_KERNELS = ("gpu", "emulated")  # places where kernels address the arrays themselves
 
 _calls: dict[Any, Call] = {}
-_CALLS_KEPT = 4096  # more than a program has kinds of calls, unless every sequence length is new
+_bound_forward: dict[Any, Bound] = {}
+_bound_backward: dict[Any, Bound] = {}
+_CALLS_KEPT = 4096  # of each; more than a program has kinds of calls, unless every sequence length is new
+
+_layout = attrgetter("shape", "strides", "dtype", "data.device_id")  # of a CuPy array: all but its address
+_ALIGNMENT_BITS = 15  # of an address: kernels ask for a multiple of 16 bytes at most
 
 
-def _resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
+def _resolve(q: Array, k: Array, v: Array, options: OptionValues) -> Call:
     """The checked form of a call, remembered under all that the checks depend on."""
-    key: Any = (type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options)
+    key = (type(q), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options)
     try:
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed, such as a list for window
-        key = call = None
+        call = None
     if call is None:
-        call = _checked_call(q, k, v, options)
-        if len(_calls) >= _CALLS_KEPT:
-            _calls.clear()
-        if key is not None:
-            _calls[key] = call
+        call = _checked_call(q, k, v, Options(*options))
+        _remember(_calls, key, call)
     return call
+
+
+def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(memory) >= _CALLS_KEPT:
+        memory.clear()
+    with contextlib.suppress(TypeError):  # cannot be hashed
+        memory[key] = value
 
 
 def _checked_call(q: Array, k: Array, v: Array, options: Options) -> Call:
@@ -409,8 +530,7 @@ def _bshd(call: Call, array: Array) -> Array:
 
 def _is_addressable(array: Array) -> bool:
     """Whether kernels can read an array in place: rows of head_dim consecutive elements, aligned to whole elements."""
-    address = array.ctypes.data if type(array) is np.ndarray else array.data.ptr
-    return _strides_fit(array.strides, array.itemsize) and not address % array.itemsize
+    return _strides_fit(array.strides, array.itemsize) and not arrays.address(array) % array.itemsize
 
 
 @functools.lru_cache(maxsize=4096)
@@ -432,8 +552,7 @@ def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
         raise ValueError("out is read-only; pass an array that can be written to")
     if _shares_elements(out.shape, out.strides):
         raise ValueError(f"out has strides {out.strides}, so that elements share memory; pass an array that owns each")
-    start, end = arrays.extent(out)
+    at = arrays.address(out)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        other_start, other_end = arrays.extent(array)
-        if start < other_end and other_start < end:
+        if arrays.address(array) - at in arrays.overlaps(out, array):
             raise ValueError(f"out overlaps {name} in memory; {name} is still read while out is written")

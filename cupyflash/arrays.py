@@ -18,8 +18,8 @@ import numpy as np
 
 Array: TypeAlias = Any  # no one type spans NumPy, CuPy, torch and JAX; the docstrings say which shapes and dtypes
 
-# CuPy's array type joins at the first CuPy array, so that importing cupyflash never imports CuPy.
-native: set[type] = {np.ndarray}
+# Array types and their modules. CuPy joins at the first CuPy array, so that importing cupyflash never imports CuPy.
+native: dict[type, Any] = {np.ndarray: np}
 
 INSTALL = 'pip install "cupyflash[cuda13]" (driver 580 or newer) or pip install "cupyflash[cuda12]"'
 
@@ -38,7 +38,7 @@ def through(
     """
     given = required | {name: array for name, array in optional.items() if array is not None}
     kinds = set(map(type, given.values()))
-    if len(kinds) == 1 and kinds <= native:
+    if len(kinds) == 1 and kinds <= native.keys():
         return function(*required.values(), *optional.values(), *arguments)
     library = library_of(next(iter(required.values())))
     if library_of(given.get("out")) == "jax":
@@ -66,7 +66,7 @@ def adopt(name: str, array: Array) -> Array:
         raise TypeError(f"{name} is a {_type_name(array)}; subclasses of numpy.ndarray are not accepted, pass a view")
     cupy = sys.modules.get("cupy")
     if cupy is not None and kind is cupy.ndarray:
-        native.add(kind)
+        native[kind] = cupy
         return array
 
     try:
@@ -126,7 +126,7 @@ def gpu_of(names: tuple[str, ...], *arrays: Array) -> int:
 
 def module_of(array: Array) -> Any:
     """NumPy or CuPy, whichever made this native array."""
-    return np if type(array) is np.ndarray else sys.modules["cupy"]
+    return native[type(array)]
 
 
 def on_gpu_of(names: tuple[str, ...], *arrays: Array) -> contextlib.AbstractContextManager[Any]:
@@ -137,16 +137,21 @@ def on_gpu_of(names: tuple[str, ...], *arrays: Array) -> contextlib.AbstractCont
     return device
 
 
-def extent(array: Array) -> tuple[int, int]:
-    """The half-open range of addresses that an array may touch."""
-    pointer = array.__array_interface__["data"][0] if type(array) is np.ndarray else array.data.ptr
+def address(array: Array) -> int:
+    """The address of a native array's first element."""
+    return int(array.__array_interface__["data"][0] if type(array) is np.ndarray else array.data.ptr)
+
+
+def overlaps(array: Array, other: Array) -> range:
+    """The distances from the address of ``array`` to that of ``other`` at which they share memory."""
     low, high = _span(array.shape, array.strides, array.itemsize)
-    return pointer + low, pointer + high
+    other_low, other_high = _span(other.shape, other.strides, other.itemsize)
+    return range(low - other_high + 1, high - other_low)
 
 
 @functools.lru_cache(maxsize=4096)
 def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """``extent`` from the address of the first element on."""
+    """The half-open range of bytes that an array may touch, counted from its address."""
     if 0 in shape:
         return 0, 0
     low = sum(min(0, (length - 1) * stride) for length, stride in zip(shape, strides, strict=True))

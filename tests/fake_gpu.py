@@ -5,6 +5,8 @@ launches a kernel (fill, copies of non-contiguous arrays) stays out of reach.
 """
 
 import ctypes
+import functools
+import operator
 import sys
 import types
 
@@ -28,18 +30,22 @@ class FakeGpu(types.ModuleType):
         self.memory = []
         monkeypatch.setitem(sys.modules, "cupyflash.gpu", self)
         monkeypatch.setattr(cupyflash, "gpu", self, raising=False)
-        monkeypatch.setattr(api, "_calls", {})
+        for memory in ("_calls", "_bound_forward", "_bound_backward"):
+            monkeypatch.setattr(api, memory, {})
         monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: self.current_device)
         monkeypatch.setattr(cupy.cuda, "Device", self._device)
-        monkeypatch.setattr(cupy, "empty", self.empty)
 
-    def empty(self, shape, dtype=np.float32, device=None):
+    def allocate(self, size, device=None, offset=0):
+        """Memory that begins `offset` bytes behind a multiple of 256; an allocator for CuPy."""
         device = self.current_device if device is None else device
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        buffer = np.full(size + 1, 0xFF, np.uint8)  # NaN in every float type: what is not written shows
+        buffer = np.full(size + 512, 0xFF, np.uint8)  # NaN in every float type: what is not written shows
         self.memory.append(buffer)
         memory = cupy.cuda.UnownedMemory(buffer.ctypes.data, buffer.nbytes, buffer, device)
-        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+        return cupy.cuda.MemoryPointer(memory, -buffer.ctypes.data % 256 + offset)
+
+    def empty(self, shape, dtype=np.float32, device=None):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return cupy.ndarray(shape, dtype, memptr=self.allocate(size, device))
 
     def array(self, host, device=None):
         result = self.empty(host.shape, host.dtype, device)
@@ -62,6 +68,32 @@ class FakeGpu(types.ModuleType):
 
     def backward(self, problem, *arrays):
         self._launch(cpu.backward, problem, arrays)
+
+    def bind_forward(self, problem, q, k, v, out):
+        return self._bound(self.forward, problem, q, k, v, out, self._lse(problem))
+
+    def bind_backward(self, problem, dout, q, k, v, out, dq, dk, dv):
+        return self._bound(self.backward, problem, dout, q, k, v, out, self._lse(problem), dq, dk, dv)
+
+    def _lse(self, problem):
+        return self.empty((problem.batch, problem.num_heads, problem.seqlen_q))
+
+    def _bound(self, function, problem, *arrays):
+        """Calls ``function`` with arrays like these, as it finds them at the addresses that a launch is given."""
+        device, unaligned = self.current_device, functools.reduce(operator.or_, (x.data.ptr for x in arrays)) & 15
+
+        def moved(array, address):
+            if address == 0:
+                return None
+            memory = cupy.cuda.UnownedMemory(address, array.nbytes, self, device)
+            return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0), array.strides)
+
+        def launch(*addresses):
+            assert device == self.current_device
+            assert not functools.reduce(operator.or_, addresses) & 15 & ~unaligned
+            function(problem, *map(moved, arrays, addresses))
+
+        return launch
 
     def _launch(self, function, problem, arrays):
         self.launches.append(problem)

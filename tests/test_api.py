@@ -362,7 +362,9 @@ def test_docstring_examples(module):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    return pytest.importorskip("fake_gpu").FakeGpu(monkeypatch)
+    fake = pytest.importorskip("fake_gpu").FakeGpu(monkeypatch)
+    with importlib.import_module("cupy").cuda.using_allocator(fake.allocate):
+        yield fake
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -386,11 +388,81 @@ def test_cupy_arrays_reach_the_gpu(gpu, layout):
 
 
 def test_an_equal_call_is_not_checked_again(gpu, monkeypatch):
-    q = gpu.array(randn(1, 4, 2, 8))
-    cupyflash.attention(q, q, q, causal=True)
-    monkeypatch.setattr(Problem, "of", None)
-    cupyflash.attention(q, q, q, causal=True)
-    assert gpu.launches[0] is gpu.launches[1]
+    """And computes with its own arrays all the same."""
+
+    def call(host):
+        q, k, v, dout = map(gpu.array, host)
+        given = gpu.empty(q.shape)
+        out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+        assert cupyflash.attention(q, k, v, causal=True, out=given) is given
+        return given, out, lse, *cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+    call(randn(4, 1, 4, 2, 8))
+    host = randn(4, 1, 4, 2, 8, seed=1)
+    with monkeypatch.context() as patches:
+        for name in ("_resolve", "_check_out", "_check_gradients"):
+            patches.setattr(api, name, None)
+        results = call(host)
+    assert len(gpu.launches) == 6
+    assert all(problem is gpu.launches[0] for problem in gpu.launches)
+    out, lse = cupyflash.attention(*host[:3], causal=True, return_lse=True)
+    gradients = cupyflash.attention_backward(host[3], *host[:3], out, lse, causal=True)
+    for result, expected in zip(results, (out, out, lse, *gradients), strict=True):
+        np.testing.assert_array_equal(gpu.host(result), expected)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_an_equal_call_may_still_overlap(gpu, which):
+    """Where out lies is no part of what was checked before."""
+    room = gpu.array(randn(12, 1, 2, 8))
+    operands = [gpu.array(randn(4, 1, 2, 8)) for _ in range(3)]
+    cupyflash.attention(*operands, out=room[:4])
+    operands[which] = room[4:8]
+    for start in (1, 4, 7):
+        with pytest.raises(ValueError, match=f"out overlaps {'qkv'[which]}"):
+            cupyflash.attention(*operands, out=room[start : start + 4])
+    assert len(gpu.launches) == 1
+    for start in (0, 8):
+        cupyflash.attention(*operands, out=room[start : start + 4])
+    assert len(gpu.launches) == 3
+    assert len(api._bound_forward) == 1
+
+
+def test_no_layout_is_taken_from_another_call(gpu, monkeypatch):
+    """Equal shapes with other strides, alignments, dtypes and options, forwards and backwards, each repeated."""
+    cupy = importlib.import_module("cupy")
+    monkeypatch.setattr(cupy, "ascontiguousarray", lambda x: gpu.array(np.ascontiguousarray(gpu.host(x))))
+    shape, options = (1, 6, 6, 8), [{}, {"causal": True}, {"layout": "bhsd"}, {"window": [1, 1]}]
+    plain = gpu.array(randn(*shape))
+    swapped = gpu.array(randn(*shape)).transpose(0, 2, 1, 3)
+    offset = gpu.array(np.append(randn(*shape), np.float32(0)))[1:].reshape(shape)
+    reversed_rows = gpu.array(randn(*shape))[..., ::-1]  # which kernels cannot address
+    half = gpu.array(randn(*shape, dtype="float16"))
+    operands = [(half,) * 4, (reversed_rows,) * 4, *itertools.product((plain, swapped, offset), repeat=4)]
+    for (q, k, v, dout), option in list(itertools.product(operands, options)) * 2:
+        host = [gpu.host(x) for x in (q, k, v)]
+        expected, expected_lse = cupyflash.attention(*host, return_lse=True, **option)
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **option)
+        np.testing.assert_array_equal(gpu.host(out), expected)
+        expected = cupyflash.attention_backward(gpu.host(dout), *host, expected, expected_lse, **option)
+        for other_lse in (lse, gpu.array(gpu.host(lse).swapaxes(1, 2)).transpose(0, 2, 1)):
+            gradients = cupyflash.attention_backward(dout, q, k, v, out, other_lse, **option)
+            for gradient, right in zip(gradients, expected, strict=True):
+                np.testing.assert_array_equal(gpu.host(gradient), right)
+
+
+def test_any_allocator_will_do(gpu):
+    """CuPy's aligns all arrays to 512 bytes, which a bound call expects of the arrays that it makes."""
+    cupy = importlib.import_module("cupy")
+    q = gpu.array(randn(1, 4, 2, 8, dtype="float16"))
+    out, lse = cupyflash.attention(q, q, q, return_lse=True)
+    dq, *_ = cupyflash.attention_backward(q, q, q, q, out, lse)
+    for offset in (0, 2, 0, 8):
+        with cupy.cuda.using_allocator(lambda size, offset=offset: gpu.allocate(size, offset=offset)):
+            results = cupyflash.attention(q, q, q), cupyflash.attention_backward(q, q, q, q, out, lse)[0]
+        for result, expected in zip(results, (out, dq), strict=True):
+            assert result.data.ptr % 16 == offset
+            np.testing.assert_array_equal(gpu.host(result), gpu.host(expected))
 
 
 def test_calls_of_many_shapes_do_not_pile_up(monkeypatch):
@@ -399,6 +471,16 @@ def test_calls_of_many_shapes_do_not_pile_up(monkeypatch):
     for seqlen in range(1, 9):
         cupyflash.attention(*[randn(1, seqlen, 1, 8)] * 3)
         assert len(api._calls) <= 3
+
+
+def test_bound_calls_of_many_shapes_do_not_pile_up(gpu, monkeypatch):
+    monkeypatch.setattr(api, "_CALLS_KEPT", 3)
+    for seqlen in range(1, 9):
+        q = gpu.array(randn(1, seqlen, 1, 8))
+        out, lse = cupyflash.attention(q, q, q, return_lse=True)
+        cupyflash.attention_backward(q, q, q, q, out, lse)
+        assert 0 < len(api._bound_forward) <= 3
+        assert 0 < len(api._bound_backward) <= 3
 
 
 def test_arrays_on_another_gpu_than_the_current(gpu):
@@ -429,9 +511,10 @@ def test_what_only_the_gpu_refuses(gpu):
     with pytest.raises(ValueError, match="out overlaps q"):
         cupyflash.attention(q[:, :3], gpu.array(host), gpu.array(host), out=q[:, 1:])
     out, lse = cupyflash.attention(q, q, q, return_lse=True)
+    cupyflash.attention_backward(out, q, q, q, out, lse)
     with pytest.raises(NotImplementedError, match="dlse"):
         cupyflash.attention_backward(out, q, q, q, out, lse, dlse=lse)
-    assert len(gpu.launches) == 1
+    assert len(gpu.launches) == 2
     assert cupyflash.supported(double, double, double)[0] is False
 
 

@@ -77,15 +77,19 @@ def test_bfloat16_without_ml_dtypes(monkeypatch):
 
 
 @pytest.mark.parametrize("view", [np.s_[:], np.s_[::-1, 1:], np.s_[:, ::2, 3:4], np.s_[2:3, ::-2, ::-1]])
-def test_extent_covers_exactly_the_elements(view):
-    array = randn(4, 6, 8)[view]
+def test_overlaps_are_those_with_the_elements(view):
+    array, byte = randn(4, 6, 8)[view], np.zeros(1, np.int8)
     first_bytes = [array[index[:-1]][index[-1] :].__array_interface__["data"][0] for index in np.ndindex(array.shape)]
-    assert arrays.extent(array) == (min(first_bytes), max(first_bytes) + array.itemsize)
+    start, end = (at - arrays.address(array) for at in (min(first_bytes), max(first_bytes) + array.itemsize))
+    assert arrays.overlaps(array, byte) == range(start, end)
+    assert arrays.overlaps(byte, array) == range(1 - end, 1 - start)
+    assert arrays.overlaps(array, array) == range(start - end + 1, end - start)
 
 
-def test_extent_of_an_empty_array():
-    start, end = arrays.extent(randn(4, 0, 8))
-    assert start == end
+def test_an_empty_array_overlaps_nothing():
+    empty, byte = randn(4, 0, 8), np.zeros(1, np.int8)
+    assert not arrays.overlaps(empty, byte)
+    assert not arrays.overlaps(empty, empty)
 
 
 def test_libraries_are_looked_up_not_imported(monkeypatch):
