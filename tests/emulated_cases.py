@@ -363,7 +363,8 @@ _SHAPES = {
 # of the keys that are loaded first.
 _HOPPER_SHAPES = {
     "plain": [(1, 1), (130, 70, 1, 5, 1), (300, 100, 2, 3, 3)],
-    "causal": [(1, 100), (129, 33), (300, 300, 1, 4, 2), (300, 150, 1, 5, 1)],
+    # In the last one a tile of keys ends where the first row's keys end.
+    "causal": [(1, 100), (129, 33), (300, 300, 1, 4, 2), (300, 150, 1, 5, 1), (300, 299)],
     "top left": [(70, 130), (300, 100)],
     "window": [(300, 300, 1, 3, 1), (140, 400), (333, 97)],
     "left": [(300, 200, 2, 2, 1)],
