@@ -436,7 +436,7 @@ DEVICE void Consumer::run() {
             wgmma_wait<0>();
             finish_S();
             shape();
-            state.update(S, factor, !exact);
+            state.update(S, factor, exact);
             P.round(S);
 
             // Tile j - 1 enters as scores while tile j leaves as weights. kPlain: nothing is hidden, and m stays.
@@ -461,7 +461,7 @@ DEVICE void Consumer::run() {
                 if constexpr (!kPlain)
                     shape();
                 if constexpr (kRaise)
-                    state.update(S, factor, !exact);
+                    state.update(S, factor, exact);
                 wgmma_wait<0>();
                 wgmma_settle(O.x);
                 release_V();

@@ -29,9 +29,11 @@ struct RowState {
         : m{-infinity(), -infinity()}, l{}, last{}, rounding{}, to_log2(unit * kLog2e) {}
 
     /// The exact way: m becomes the maximum with S, S becomes P = exp(S - m), summed into l. factor: by how much O
-    /// shrinks. fused: one multiply-add per weight (see kFusedExponentLimit).
+    /// shrinks. exact: exponents too large for one multiply-add per weight (see kFusedExponentLimit) are computed in two
+    /// steps; else they are left to `trustworthy`.
     template <u32 kCols>
-    DEVICE void update(WarpgroupTile<kCols>& S, float (&factor)[2], bool fused) {
+    DEVICE void update(WarpgroupTile<kCols>& S, float (&factor)[2], bool exact) {
+        bool large = false;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             const float row_maximum = maximum(m[half], over_row(highest(S, half), maximum));
@@ -40,13 +42,14 @@ struct RowState {
             factor[half] = exp2_approx((before - reference(half)) * to_log2);
             l[half] *= factor[half];
             rounding[half] *= factor[half];
+            large |= absolute(reference(half) * to_log2) > kFusedExponentLimit;
         }
         last[0] = last[1] = 0.0f;
         float sum[2];
-        if (fused)
-            exponentiate<true>(S, sum);
-        else
+        if (exact && warp_any(large))
             exponentiate<false>(S, sum);
+        else
+            exponentiate<true>(S, sum);
         l[0] += sum[0];
         l[1] += sum[1];
     }
