@@ -5,6 +5,7 @@
 #include "platform/math.cuh"
 #include "platform/mma.cuh"
 #include "platform/reduce.cuh"
+#include "platform/stmatrix.cuh"
 #include "platform/thread.cuh"
 #include "platform/types.cuh"
 
@@ -102,6 +103,30 @@ KERNEL(32, 1) void load_matrices(PARAMS(MatrixParams) params) {
     ldmatrix_x4_transposed(r, address);
     for (u32 n = 0; n < 4; ++n)
         params.transposed[4 * l + n] = r[n];
+}
+
+struct StoreParams {
+    const u32 *r, *row;  // four registers of each lane, and which row it points to
+    u16* matrix;         // 32 rows of 8
+};
+
+KERNEL(32, 1) void store_matrices(PARAMS(StoreParams) params) {
+    u16* shared = shared_array<u16>();
+    const u32 l = lane_index();
+    stmatrix_x4_transposed(shared_address(shared + 8 * params.row[l]), params.r + 4 * l);
+    warp_sync();
+    for (u32 n = 0; n < 8; ++n)
+        params.matrix[8 * l + n] = shared[8 * l + n];
+}
+
+struct PairParams {
+    const u32* pair;
+    u32* marked;
+};
+
+KERNEL(32, 1) void mark_pairs(PARAMS(PairParams) params) {
+    const u32 l = lane_index();
+    params.marked[l] = mark_nonfinite(mark_nonfinite(0, params.pair[l]), 0x3c003c00u) != 0;
 }
 
 template <typename T>

@@ -168,6 +168,26 @@ def test_ldmatrix(run):
         np.testing.assert_array_equal(result, pairs.reshape(4, 32).T)
 
 
+def test_stmatrix(run):
+    """What ldmatrix, transposed, has loaded from a place is what is stored there."""
+    rng = np.random.default_rng(0)
+    matrix = rng.integers(0, 2**16, (32, 8), dtype=np.uint16)
+    row = rng.permutation(32).astype(np.uint32)
+    plain, transposed, stored = u32(32, 4), u32(32, 4), np.zeros((32, 8), np.uint16)
+    run("load_matrices", matrix, row, plain, transposed, threads=32)
+    run("store_matrices", transposed, row, stored, threads=32)
+    np.testing.assert_array_equal(stored, matrix)
+
+
+def test_marks_of_pairs_that_are_not_finite(run):
+    numbers = np.array([0, -0.0, 1, -65504, 2**-24, np.inf, -np.inf, np.nan], np.float16)
+    low, high = np.repeat(numbers, 4), np.tile(numbers[[2, 3, 5, 7]], 8)
+    pair = low.view(np.uint16) | high.view(np.uint16).astype(np.uint32) << 16
+    marked = u32(32)
+    run("mark_pairs", pair, marked, threads=32)
+    np.testing.assert_array_equal(marked, ~(np.isfinite(low) & np.isfinite(high)))
+
+
 @pytest.mark.parametrize(
     ("kernel", "dtype", "depth"),
     [("multiply_half", np.float16, 16), ("multiply_bfloat", ml_dtypes.bfloat16, 16), ("multiply_tf32", np.float32, 8)],

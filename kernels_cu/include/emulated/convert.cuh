@@ -64,3 +64,8 @@ DEVICE u32 to_tf32(float x) {
     const u32 bits = float_to_bits(x);
     return (is_finite(x) ? bits + 0x1000u : bits) & ~0x1fffu;
 }
+
+/// mark, which starts as 0, and something else once a number of a pair of Float16 was not finite.
+DEVICE u32 mark_nonfinite(u32 mark, u32 pair) {
+    return mark | ((pair & 0x7c00u) == 0x7c00u) | ((pair & 0x7c000000u) == 0x7c000000u);
+}

@@ -86,3 +86,4 @@ DEVICE bool is_finite(float x) { return (float_to_bits(x) & 0x7f800000u) != 0x7f
 
 /// x, of which the compiler no longer knows where it comes from. The host has no such need.
 DEVICE u32 opaque(u32 x) { return x; }
+DEVICE u64 opaque64(u64 x) { return x; }

@@ -71,3 +71,9 @@ DEVICE u32 to_tf32(float x) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
     return y;
 }
+
+/// mark, which starts as 0, and something else once a number of a pair of Float16 was not finite: its product with 0 is NaN.
+DEVICE u32 mark_nonfinite(u32 mark, u32 pair) {
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(mark) : "r"(pair), "r"(0));
+    return mark;
+}

@@ -59,3 +59,7 @@ DEVICE u32 opaque(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+DEVICE u64 opaque64(u64 x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
