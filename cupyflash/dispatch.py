@@ -7,7 +7,7 @@ The choice of tiles is looked up among the measured winners for the GPU model (`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import heuristics, resources
 from .problem import Problem
@@ -20,6 +20,7 @@ _LARGEST = {"float16": "65504.0f", "bfloat16": "3.3895e38f", "float32": "3.4028e
 _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source file, name of the main kernel)
     ("wgmma", "forward"): ("forward_wgmma.cu", "forward_wgmma"),
     ("mma", "forward"): ("forward_mma.cu", "forward_mma"),
+    ("wgmma", "backward"): ("backward_wgmma.cu", "backward_wgmma"),
     ("mma", "backward"): ("backward_mma.cu", "backward_mma"),
     ("mma", "backward_dkv"): ("backward_mma.cu", "backward_mma"),
     ("mma", "backward_dq"): ("backward_dq_mma.cu", "backward_dq_mma"),
@@ -59,8 +60,8 @@ class Plan:
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from ("tuned", "heuristic" or "given").
         dynamic: blocks take their tiles from a counter in global memory.
-        map_rows: rows of q, k and v that one load of the tensor memory accelerator moves; empty where the kernel has no
-            use for tensor maps.
+        map_rows: rows of q, k and v (backward: dout, q, k and v) that one load of the tensor memory accelerator moves;
+            empty where the kernel has no use for tensor maps.
     """
 
     launches: tuple[tuple[Kernel, int], ...]
@@ -81,7 +82,7 @@ def choose(
     """The tiles for a task, and where the choice comes from.
 
     Args:
-        mappable: tensor maps can describe q, k and v; family "wgmma" is considered only then.
+        mappable: tensor maps can describe the inputs; family "wgmma" is considered only then.
 
     Raises:
         UnsupportedError: nothing fits the GPU.
@@ -146,13 +147,19 @@ def plan_forward(
     )
 
 
-def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None) -> Plan:
-    """The launches of a backward pass: per-row preparation, the main kernel, and dQ."""
+def plan_backward(
+    problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None, mappable: bool = True
+) -> Plan:
+    """The launches of a backward pass: per-row preparation, the main kernel, and dQ.
+
+    Args:
+        vector_bytes, mappable: as in ``plan_forward``, of all arrays and of dout, q, k and v.
+    """
     summed = not problem.deterministic and bool(heuristics.candidates("backward", problem, limits))
     task: Task = "backward" if summed else "backward_dkv"
-    config, origin = choose(task, problem, limits, given)
+    config, origin = choose(task, problem, limits, given, mappable and vector_bytes == 16)
     main = _kernel(task, config, problem, vector_bytes, limits)
-    rows = Kernel(main.file, "backward_rows", main.defines, config.threads, 0)
+    rows = replace(main, name="backward_rows", shared_bytes=0)
     query_blocks = _query_blocks(problem, config)
     key_blocks = _blocks(problem.batch * problem.num_kv_heads, problem.seqlen_k, config.Bc)
     delta_floats = problem.batch * problem.num_heads * problem.seqlen_q
@@ -162,15 +169,21 @@ def plan_backward(problem: Problem, vector_bytes: int, limits: Limits, given: Gi
     if summed and config.family == "simt":
         return Plan(((rows, query_blocks), (main, key_blocks)), delta_floats, 0, section, ((task, config, origin),))
     if summed:
-        tile_d, _ = tile_head_dims(problem.head_dim, problem.head_dim_v)
-        store_bytes = config.Br * tile_d * problem.itemsize
-        last = Kernel(main.file, "backward_dq_store", main.defines, config.threads, store_bytes)
+        wgmma = config.family == "wgmma"
+        dq_floats = config.Br * resources.dq_sum_columns(config, problem)
+        last = replace(
+            main,
+            name="backward_dq_store",
+            threads=config.threads - 128 if wgmma else config.threads,
+            shared_bytes=dq_floats * problem.itemsize,
+        )
         return Plan(
             ((rows, query_blocks), (main, key_blocks), (last, query_blocks)),
             delta_floats,
-            query_blocks * config.Br * tile_d,
+            query_blocks * dq_floats,
             section,
             ((task, config, origin),),
+            map_rows=(config.Br, config.Br, config.Bc, config.Bc) if wgmma else (),
         )
     dq_config, dq_origin = choose("backward_dq", problem, limits, given)
     dq = _kernel("backward_dq", dq_config, problem, vector_bytes, limits)
@@ -228,6 +241,12 @@ def defines_of(
             "CF_WARPS_GRAD_D": config.grad_warps_d,
             "CF_WARPS_DQ_D": config.dq_warps_d,
             "CF_DQ_FIRST": int(config.dq_first),
+        }
+    if config.family == "wgmma" and task == "backward":
+        defines |= {
+            "CF_ROUNDED_P": int(config.rounded_weights),
+            "CF_REGISTER_V": int(config.values_in_registers),
+            "CF_EARLY_TURN": int(config.early_turn),
         }
     return defines
 

@@ -16,7 +16,7 @@ from .arrays import Array
 from .dispatch import Given, Kernel, Plan, plan_backward, plan_forward
 from .problem import Problem
 from .resources import Limits
-from .runtime.params import BACKWARD, FORWARD, FORWARD_TENSOR, ParamBlock, ParamStruct
+from .runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR, ParamBlock, ParamStruct
 
 Launcher = Callable[[ParamBlock, int], None]  # a kernel ready to launch: takes its parameters and a stream
 
@@ -131,8 +131,8 @@ class Engine:
         prepared = self._prepared.get(key)
         if prepared is None:
             width = vector_bytes(problem, arrays, bits)
-            plan = plan_backward(problem, width, self._runtime.limits(), self._given)
-            prepared = self._prepare(key, plan, BACKWARD, arrays)
+            plan = plan_backward(problem, width, self._runtime.limits(), self._given, mappable(arrays[:4]))
+            prepared = self._prepare(key, plan, BACKWARD_TENSOR if plan.map_rows else BACKWARD, arrays)
         launch_on, workspace = prepared.launch, self._runtime.workspace
         delta_floats = -(-prepared.plan.delta_floats // 64) * 64  # keeps the sum behind it aligned
         floats = delta_floats + prepared.plan.dq_floats
@@ -148,7 +148,7 @@ class Engine:
         return reduce(or_, map(self._runtime.address, arrays)) & 15
 
     def _prepare(self, key: Any, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:
-        kind = PreparedTensor if plan.map_rows else Prepared
+        kind = {FORWARD_TENSOR: PreparedTensor, BACKWARD_TENSOR: PreparedTensorBackward}.get(struct, Prepared)
         prepared = kind(self._runtime, key[0], plan, struct, arrays)
         if len(self._prepared) >= _PREPARED_KEPT:
             self._prepared.clear()
@@ -209,12 +209,26 @@ class PreparedTensor(Prepared):
         self._blocks.append(block)
 
 
+class PreparedTensorBackward(Prepared):
+    """The launches of a backward that loads with the tensor memory accelerator."""
+
+    def __init__(
+        self, runtime: Runtime, problem: Problem, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]
+    ) -> None:
+        super().__init__(runtime, problem, plan, struct, arrays)
+        self._maps = TensorMaps(runtime, arrays, plan.map_rows)
+
+    def launch(self, *pointers: int) -> None:
+        """Launches on the current stream; dout, q, k and v come first."""
+        super().launch(self._maps[pointers[: len(self.plan.map_rows)]], *pointers)  # type: ignore[arg-type]
+
+
 def _no_counter(device: int, stream: int) -> int:
     return 0
 
 
 class TensorMaps(dict[tuple[int, ...], bytes]):
-    """Tensor maps of q, k and v, in a row, by their addresses: kept, since a program comes back to its addresses."""
+    """Tensor maps of the first arrays, in a row, by addresses: kept, since a program comes back to its addresses."""
 
     def __init__(self, runtime: Runtime, arrays: Sequence[Array], rows: Sequence[int]) -> None:
         self._runtime = runtime

@@ -24,6 +24,9 @@ _PANEL_ROW_BYTES = 128
 _PANEL_ALIGNMENT = 1024
 _TILE_BYTES = 144
 _CONSUMER_REGISTERS = {2: 232, 3: 160}  # per thread, by the number of consumer warpgroups
+_BACKWARD_CONSUMERS = 2
+_BACKWARD_CONSUMER_REGISTERS = 240
+_CAP_REGISTERS = 24  # that tanh takes beside all scores of a tile
 
 _SIMT_SHARED_BYTES = {
     "forward": resources_simt.forward_shared_bytes,
@@ -75,6 +78,8 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
     Br, Bc, stages = config.Br, config.Bc, config.stages
     if config.family == "simt":
         return _SIMT_SHARED_BYTES[task](Br, Bc, d, dv, stages, size)
+    if config.family == "wgmma" and task != "forward":
+        return _wgmma_backward_shared_bytes(config, *(-(-x // _PANEL_COLUMNS) for x in (d, dv)))
     if config.family == "wgmma":
         consumers = _consumers(config)
         panels, panels_v = -(-d // _PANEL_COLUMNS), -(-dv // _PANEL_COLUMNS)
@@ -95,11 +100,35 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
     return _round_up(max(streamed, leaving), _ALIGNMENT) + work
 
 
+def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int) -> int:
+    Br, Bc, stages = config.Br, config.Bc, config.stages
+    tiles = _PANEL_ROW_BYTES * (Bc + stages * Br) * (panels + panels_v)  # K, V, Q and dO
+    weights = 2 * _PANEL_ROW_BYTES * Br * (Bc // _PANEL_COLUMNS)  # dS
+    sums = 4 * Br * panels * _PANEL_COLUMNS  # dQ
+    rows = 2 * stages * Br * 4  # LSE and delta
+    barriers = 8 * (2 + 3 * stages + _BACKWARD_CONSUMERS)
+    flags = 2 * 4 * _BACKWARD_CONSUMERS + 4 * stages
+    return _round_up(tiles + weights + sums + rows + barriers + flags, _PANEL_ALIGNMENT)
+
+
+def dq_sum_columns(config: TileConfig, problem: Problem) -> int:
+    """Columns of a row of dQ as the backward sums it."""
+    d, _ = tile_head_dims(problem.head_dim, problem.head_dim_v)
+    return _round_up(d, _PANEL_COLUMNS) if config.family == "wgmma" else d
+
+
 def registers(task: Task, config: TileConfig, problem: Problem) -> int:
     """32-bit registers per thread that live accumulators and fragments take at the kernel's peak; a lower bound."""
     d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     if config.family == "simt":
         return 0
+    if config.family == "wgmma" and task != "forward":
+        score = config.Br + config.values_in_registers * dv // 4  # S, dP and V
+        if problem.softcap:
+            score += _CAP_REGISTERS
+        if problem.softcap or not config.rounded_weights:
+            score += config.Br // 4  # P in both forms
+        return d // 2 + dv // 2 + score
     if config.family == "wgmma":
         return dv // 2 + config.Bc // 2 + config.Bc // 4
     per_thread = 32 * config.warps
@@ -112,8 +141,10 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
     return sums + max(2 * score, config.Br * d // per_thread)
 
 
-def available_registers(config: TileConfig) -> int:
+def available_registers(task: Task, config: TileConfig) -> int:
     """32-bit registers that a thread can have; a consumer of family "wgmma" has some of the producer's."""
+    if config.family == "wgmma" and task != "forward":
+        return _BACKWARD_CONSUMER_REGISTERS
     if config.family == "wgmma":
         return _CONSUMER_REGISTERS[_consumers(config)]
     return min(_USABLE_REGISTERS, _REGISTERS_PER_SM // (config.threads * config.blocks_per_sm))
@@ -132,7 +163,7 @@ def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits
     per_sm = limits.shared_bytes + _RESERVED_SHARED_BYTES
     if (need + _RESERVED_SHARED_BYTES) * config.blocks_per_sm > per_sm:
         return f"{config.blocks_per_sm} blocks need {need} bytes of shared memory each; an SM has {per_sm}"
-    available = available_registers(config)
+    available = available_registers(task, config)
     if (used := registers(task, config, problem)) > available:
         return f"needs {used} registers per thread for its accumulators; {available} are available"
     return None
@@ -167,13 +198,26 @@ def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Lim
     if problem.itemsize != 2:
         return f"wgmma kernels compute float16 and bfloat16, not {problem.dtype}"
     if task != "forward":
-        return f"no wgmma kernel for {task}"
+        return _why_not_wgmma_backward(task, config, problem)
     if config.warps % 4 or _consumers(config) not in _CONSUMER_REGISTERS:
         return f"{config.warps} warps; a producer and two or three consumer warpgroups are 12 or 16"
     if config.Br != 64 * _consumers(config):
         return f"Br is {config.Br}; each of {_consumers(config)} consumer warpgroups has 64 rows"
     if config.Bc % 16 or not 16 <= config.Bc <= 256:
         return f"Bc is {config.Bc}; a product has a multiple of 16 keys, at most 256"
+    return None
+
+
+def _why_not_wgmma_backward(task: Task, config: TileConfig, problem: Problem) -> str | None:
+    if task != "backward":
+        return f"no wgmma kernel for {task}: a deterministic backward is computed by mma"
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return f"head dims {problem.head_dim} and {problem.head_dim_v}; the wgmma backward goes up to 128"
+    if config.warps != 4 * (_BACKWARD_CONSUMERS + 1) or config.Bc != 64 * _BACKWARD_CONSUMERS:
+        return f"{config.warps} warps and Bc {config.Bc}; two consumer warpgroups of 64 keys and a producer are 12, 128"
+    multiple = 16 if problem.head_dim > _PANEL_COLUMNS else 32  # the consumers share head dims of dQ, or queries
+    if config.Br % multiple or not multiple <= config.Br <= 256:
+        return f"Br is {config.Br}; it must be a multiple of {multiple} up to 256"
     return None
 
 

@@ -24,7 +24,8 @@ class TileConfig:
             multiply-adds, every GPU).
         Br: query rows per tile.
         Bc: keys per tile.
-        warps: per block; "wgmma": four per consumer warpgroup, which has 64 query rows, and four of the producer.
+        warps: per block; "wgmma": four per consumer warpgroup, which has 64 query rows (in the backward, 64 keys), and
+            four of the producer.
         stages: streamed tiles in flight (1: fetched between uses; 2: fetched under the computation before).
         blocks_per_sm: blocks that shall fit one SM; the compiler limits registers to that.
         score_warps_q: backward only, warps over the queries of S^T and dP^T; the others split their keys.
@@ -33,9 +34,12 @@ class TileConfig:
         dq_first: backward only, dQ is computed before dK and dV, so that its reductions drain under their products.
         stale_maximum: "wgmma" forward only, row maxima are taken in the first and in masked tiles of keys only; what
             then overflows is computed again.
-        turns: "wgmma" only, the consumers take turns at the tensor cores.
+        turns: "wgmma" forward only, the consumers take turns at the tensor cores; in the backward they always do.
         dynamic: "wgmma" forward only, a block that is free takes the next tile; else every block has its tiles from the
             start.
+        rounded_weights: "wgmma" backward only, dS is computed from the rounded P: fewer registers, less precision.
+        values_in_registers: "wgmma" backward only, a consumer reads its values once.
+        early_turn: "wgmma" backward only, a consumer passes its turn while dQ is still being computed.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """
@@ -53,6 +57,9 @@ class TileConfig:
     stale_maximum: bool = True
     turns: bool = True
     dynamic: bool = True
+    rounded_weights: bool = False
+    values_in_registers: bool = False
+    early_turn: bool = False
 
     @property
     def threads(self) -> int:

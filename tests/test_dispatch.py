@@ -13,7 +13,7 @@ from cupyflash import dispatch, engine
 from cupyflash.engine import Engine
 from cupyflash.problem import Band, Problem
 from cupyflash.resources import KNOWN_GPUS
-from cupyflash.runtime.params import BACKWARD, FORWARD, FORWARD_TENSOR, ParamBlock
+from cupyflash.runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR, ParamBlock
 from cupyflash.tiles import TileConfig
 
 A100, T4 = KNOWN_GPUS["A100"], KNOWN_GPUS["T4"]
@@ -394,6 +394,59 @@ def test_parameters_of_a_forward_with_tensor_maps(hopper):
     for name, array in {"q": q, "k": k, "v": v, "out": out}.items():
         assert packed[name] == array.ctypes.data
         assert [packed[f"{name}_{axis}_stride"] * 2 for axis in ("batch", "row", "head")] == list(array.strides[:3])
+
+
+HOPPER_BACKWARD = TileConfig("wgmma", 64, 128, 12, 2)
+
+
+def test_parameters_of_a_backward_with_tensor_maps(hopper):
+    q, k, v, out = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2, D=128)
+    q = aligned((3, 4, 100, 128)).swapaxes(1, 2)
+    dout, lse, dq, dk, dv = backward(Engine(hopper, {"backward": HOPPER_BACKWARD}), q, k, v, out, window=(20, 3))
+    assert [name for name, *_ in hopper.launches] == ["backward_rows", "backward_wgmma", "backward_dq_store"]
+    assert len({data for *_, data in hopper.launches}) == 1
+    packed = fields(BACKWARD_TENSOR, hopper.launches[0][2])
+    assert [int.from_bytes(packed[f"{x}_map"], "little") for x in ("dout", "q", "k", "v")] == [1, 2, 3, 4]
+    for x, rows, described in zip((dout, q, k, v), (64, 64, 128, 128), hopper.maps, strict=True):
+        batch, length, heads, head_dim = x.shape
+        strides = x.strides[1], x.strides[2], x.strides[0]
+        assert described == (x.ctypes.data, (head_dim, length, heads, batch), strides, (64, rows, 1, 1), 2)
+    for name, array in {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}.items():
+        assert packed[name] == array.ctypes.data
+        assert [packed[f"{name}_{axis}_stride"] * 2 for axis in ("batch", "row", "head")] == list(array.strides[:3])
+    assert (packed["lse"], packed["band_last"]) == (lse.ctypes.data, 30 + 3)
+
+
+@pytest.mark.parametrize(("d", "columns"), [(40, 64), (64, 64), (72, 128), (128, 128)])
+def test_launches_of_a_backward_with_tensor_maps(d, columns):
+    """All three kernels are one module; dQ is summed in panels of 64 columns."""
+    q, k, v, _ = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2, D=d)
+    plan = dispatch.plan_backward(Problem.of(q, k, v), 16, HOPPER, {"backward": HOPPER_BACKWARD})
+    (rows, tiles), (main, key_tiles), (store, same_tiles) = plan.launches
+    assert len({(kernel.file, kernel.defines, kernel.target) for kernel in (rows, main, store)}) == 1
+    assert main.target == "sm_90a"
+    assert (tiles, key_tiles, same_tiles) == (3 * 4 * 2, 3 * 2 * 2, 3 * 4 * 2)
+    assert plan.dq_floats == tiles * 64 * columns
+    assert (store.threads, store.shared_bytes) == (256, 64 * columns * 2)
+    assert plan.map_rows == (64, 64, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("mappable", "vector_bytes", "family"), [(True, 16, "wgmma"), (False, 16, "mma"), (True, 8, "mma")]
+)
+def test_a_tuned_backward_with_tensor_maps_is_for_what_they_describe(monkeypatch, mappable, vector_bytes, family):
+    monkeypatch.setattr(dispatch.store, "find", lambda task, *_: [HOPPER_BACKWARD] if task == "backward" else [])
+    q, k, v, _ = arrays()
+    plan = dispatch.plan_backward(Problem.of(q, k, v), vector_bytes, HOPPER, mappable=mappable)
+    ((_, config, _),) = plan.configs
+    assert config.family == family
+
+
+def test_a_deterministic_backward_has_no_tensor_maps(monkeypatch):
+    monkeypatch.setattr(dispatch.store, "find", lambda *_: [HOPPER_BACKWARD])
+    q, k, v, _ = arrays()
+    plan = dispatch.plan_backward(Problem.of(q, k, v, deterministic=True), 16, HOPPER)
+    assert {config.family for _, config, _ in plan.configs} == {"mma"}
 
 
 def test_maps_are_kept_by_addresses(hopper, monkeypatch):

@@ -57,7 +57,7 @@ def spread(family, task):
         for d, dv in choose.sample(HEAD_DIMS[:14], 5) + choose.sample(HEAD_DIMS[14:], 2):
             p = problem(d, dv, dtype, precision)
             listed = heuristics.candidates(task, p, H200)
-            more = space(task, p, H200)
+            more = [config for config in space(task, p, H200) if config.family == family]
             for config in {*listed[:1], *listed[-2:], *choose.sample(more, min(2, len(more)))}:
                 if config.family == family:
                     yield config, p
@@ -84,7 +84,7 @@ def test_the_compiler_finds_the_same_size(family, task):
 def test_a_wrong_size_does_not_compile(family, task, error):
     dtype, precision = {"wgmma": ("float16", "ieee"), "mma": ("float32", "tf32"), "simt": ("float32", "ieee")}[family]
     p = problem(40, 24, dtype, precision)
-    config = next(c for c in heuristics.candidates(task, p, H200) if c.family == family)
+    config = next(c for c in heuristics.candidates(task, p, H200) + space(task, p, H200) if c.family == family)
     wrong = shared_bytes(task, config, p) + error
     with pytest.raises(compiling.CompileError, match="and SharedStorage disagree"):
         compiling.compile_cuda(kernel_of(task, config, p, CF_SHARED_BYTES=wrong), "compute_90", FRONT_END)
@@ -100,6 +100,10 @@ def test_sizes_by_hand():
     backward = TileConfig("mma", 32, 128, 4, 2, 1, 1, 1, 2)
     tiles = 2 * (128 * 128 + 2 * 32 * 128 + 128 * 32)  # K, V; two stages of Q, dO; dS
     assert shared_bytes("backward", backward, p) == tiles + 2 * 2 * 32 * 4 + 128  # LSE and delta, indices
+    hopper = 2 * (2 * 128 * 64 + 2 * 2 * 64 * 64 + 2 * 64 * 128) + 4 * 64 * 64  # K, V; Q, dO; dS twice; dQ
+    rest = 2 * 2 * 64 * 4 + 1024  # LSE and delta; barriers and flags, rounded up to the alignment of panels
+    assert shared_bytes("backward", WGMMA_BACKWARD, p) == hopper + rest
+    assert shared_bytes("backward", WGMMA_BACKWARD, problem(40, 24)) == hopper + rest
     exchanged = dataclasses.replace(backward, score_warps_q=2)  # P too
     assert shared_bytes("backward", exchanged, p) == shared_bytes("backward", backward, p) + 2 * 128 * 32
 
@@ -110,6 +114,7 @@ def test_sizes_by_hand():
 FORWARD = TileConfig("mma", 128, 64, 4)
 BACKWARD = TileConfig("mma", 64, 128, 8, 2, 1, 2, 2, 4)
 WGMMA = TileConfig("wgmma", 128, 128, 12, 2)  # 64 rows for each of two consumer warpgroups
+WGMMA_BACKWARD = TileConfig("wgmma", 64, 128, 12, 2)  # 64 keys for each of them
 
 
 @pytest.mark.parametrize(
@@ -237,8 +242,11 @@ def test_registers(task, config, d, need, available):
             problem(dtype="float32", precision="tf32"),
             "wgmma kernels compute float16 and bfloat16, not float32",
         ),
-        (H200, "backward", problem(), "no wgmma kernel for backward"),
-        (H200, "backward_dq", problem(), "no wgmma kernel for backward_dq"),
+        (H200, "backward", problem(64, 136), "head dims 64 and 136; the wgmma backward goes up to 128"),
+        *(
+            (H200, task, problem(), f"no wgmma kernel for {task}: a deterministic backward is computed by mma")
+            for task in ("backward_dkv", "backward_dq")
+        ),
     ],
 )
 def test_why_not_on_hoppers_tensor_cores(limits, task, p, reason):
@@ -304,9 +312,57 @@ def test_space_of_warpgroups(d):
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize(("d", "dv", "Br"), [(64, 64, 128), (128, 128, 64), (128, 128, 80), (64, 128, 64)])
+def test_space_of_the_backwards_warpgroups(d, dv, Br):
+    found = [config for config in space("backward", problem(d, dv), H200) if config.family == "wgmma"]
+    plain = TileConfig("wgmma", Br, 128, 12, 2, rounded_weights=True)
+    assert {plain, dataclasses.replace(plain, early_turn=True)} <= set(found)
+    assert len(set(found)) == len(found)
+
+
+def test_a_capped_score_needs_registers():
+    """Its slope is kept in P, so that P is not only there rounded, beside what tanh takes."""
+    config = dataclasses.replace(WGMMA_BACKWARD, Br=128, rounded_weights=True)
+    assert registers("backward", config, problem(64)) == 2 * 32 + 2 * 64
+    assert why_illegal("backward", config, problem(64), H200) is None
+    reason = "needs 248 registers per thread for its accumulators; 240 are available"
+    assert why_illegal("backward", config, problem(64, softcap=30.0), H200) == reason
+
+
+@pytest.mark.parametrize(
+    ("p", "changes", "reason"),
+    [
+        (
+            problem(64),
+            {"warps": 16},
+            "16 warps and Bc 128; two consumer warpgroups of 64 keys and a producer are 12, 128",
+        ),
+        (
+            problem(64),
+            {"Bc": 64},
+            "12 warps and Bc 64; two consumer warpgroups of 64 keys and a producer are 12, 128",
+        ),
+        (problem(64), {"Br": 80}, "Br is 80; it must be a multiple of 32 up to 256"),
+        (problem(72), {"Br": 72}, "Br is 72; it must be a multiple of 16 up to 256"),
+        (problem(72), {"Br": 0}, "Br is 0; it must be a multiple of 16 up to 256"),
+        (
+            problem(128),
+            {"Br": 96},
+            "needs 264192 bytes of shared memory per block; NVIDIA H200 has 232448",
+        ),
+        (problem(64, 128), {"stages": 3}, None),
+        (problem(72), {"Br": 80}, None),
+    ],
+)
+def test_why_not_a_backward_of_warpgroups(p, changes, reason):
+    assert why_illegal("backward", dataclasses.replace(WGMMA_BACKWARD, **changes), p, H200) == reason
+
+
 def test_space_has_warpgroups_where_there_is_a_kernel():
-    assert all(config.family == "mma" for config in space("forward", problem(), A100))
-    for task in TASKS[1:]:
+    for task in TASKS:
+        assert all(config.family == "mma" for config in space(task, problem(), A100))
+    assert all(config.family == "mma" for config in space("backward", problem(136), H200))
+    for task in ("backward_dkv", "backward_dq"):
         assert all(config.family == "mma" for config in space(task, problem(), H200))
 
 

@@ -18,7 +18,7 @@ def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     """The legal tensor-core configurations of a task, in a fixed order."""
 
     def has_room(config: TileConfig) -> bool:
-        return registers(task, config, problem) <= available_registers(config) - _SPARE_REGISTERS[config.family]
+        return registers(task, config, problem) <= available_registers(task, config) - _SPARE_REGISTERS[config.family]
 
     return [c for c in _all(task) if why_illegal(task, c, problem, limits) is None and has_room(c)]
 
@@ -36,6 +36,14 @@ def _all(task: Task) -> Iterator[TileConfig]:
         for Br, Bc, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (1, 2)):
             yield TileConfig("mma", Br, Bc, warps, stages)
     else:
+        for Br, stages in product((32, 48, 64, 80, 96, 112, 128) if task == "backward" else (), (2, 3)):
+            for rounded, values, early in product((True, False), repeat=3):
+                yield TileConfig(
+                    *("wgmma", Br, 128, 12, stages),
+                    rounded_weights=rounded,
+                    values_in_registers=values,
+                    early_turn=early,
+                )
         for Br, Bc, warps, stages in product((32, 64, 128), (64, 128), (4, 8), (1, 2)):
             for split, dq, dq_first in product((1, 2, 4), (1, 2, 4), (False, True)):
                 if task == "backward" or not dq_first:

@@ -138,6 +138,10 @@ BACKWARD = ParamStruct(
     ),
 )
 
+BACKWARD_TENSOR = ParamStruct(
+    "BackwardTensorParams", (*((f"{name}_map", _MAP) for name in ("dout", "q", "k", "v")), *BACKWARD.fields)
+)
+
 
 def header() -> str:
     """The structs without tensor maps, as the text that kernels include as ``params.cuh``."""
@@ -146,4 +150,5 @@ def header() -> str:
 
 def tensor_header() -> str:
     """The structs with tensor maps: ``tensor_params.cuh``."""
-    return '#include "platform/tma.cuh"\n#include "traits.cuh"\n\n' + FORWARD_TENSOR.declaration()
+    structs = FORWARD_TENSOR.declaration() + "\n" + BACKWARD_TENSOR.declaration()
+    return '#include "platform/tma.cuh"\n#include "traits.cuh"\n\n' + structs

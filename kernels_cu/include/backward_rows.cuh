@@ -1,6 +1,5 @@
 // What the backward needs of every query row before its main kernel: delta = sum over dims of O * dO (fp32).
 #pragma once
-#include "params.cuh"
 #include "platform/convert.cuh"
 #include "platform/cp_async.cuh"
 #include "platform/thread.cuh"
@@ -10,7 +9,8 @@
 constexpr u32 kLanesPerRow = 8;
 
 /// One query tile of one head; all threads of the block.
-DEVICE void prepare_rows(const BackwardParams& params) {
+template <typename Params>
+DEVICE void prepare_rows(const Params& params) {
     using Piece = typename Word<kVectorBytes>::type;
     constexpr u32 kPieceElements = kVectorBytes / sizeof(Element), kChunkElements = 16 / sizeof(Element);
     const QueryTile tile(params);

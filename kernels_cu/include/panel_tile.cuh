@@ -26,6 +26,11 @@ struct alignas(1024) PanelTile {
 
     T data[kPanels * kRows * kPanelCols];
 
+    DEVICE T& at(u32 row, u32 col) {
+        const u32 chunk = col % kPanelCols / 8 ^ row % 8;
+        return data[(col / kPanelCols * kRows + row) * kPanelCols + 8 * chunk + col % 8];
+    }
+
     /// Starts loading the rows from `row` on of one head; one thread. The barrier expects sizeof(data) bytes.
     DEVICE void load(const TensorMap& map, Barrier& full, i32 row, i32 head, i32 batch) {
 #pragma unroll

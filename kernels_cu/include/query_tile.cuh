@@ -1,10 +1,10 @@
 // Query tiles, as the kernels of the backward that run over them count their blocks.
 #pragma once
-#include "params.cuh"
 #include "platform/thread.cuh"
 #include "traits.cuh"
 
-DEVICE i32 query_tile_count(const BackwardParams& params) {
+template <typename Params>
+DEVICE i32 query_tile_count(const Params& params) {
     return (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr);
 }
 
@@ -12,7 +12,8 @@ DEVICE i32 query_tile_count(const BackwardParams& params) {
 struct QueryTile {
     i32 batch, head, index;
 
-    DEVICE explicit QueryTile(const BackwardParams& params) {
+    template <typename Params>
+    DEVICE explicit QueryTile(const Params& params) {
         const i32 tiles = query_tile_count(params);
         const i32 block = static_cast<i32>(block_index());
         index = block % tiles;

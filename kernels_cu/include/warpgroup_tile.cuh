@@ -1,7 +1,9 @@
 // 64 x N float32 results of one warpgroup in registers, in wgmma's D layout.
 #pragma once
 #include "platform/convert.cuh"
+#include "platform/ldmatrix.cuh"
 #include "platform/math.cuh"
+#include "platform/stmatrix.cuh"
 #include "platform/thread.cuh"
 #include "panel_tile.cuh"
 
@@ -60,11 +62,12 @@ struct WarpgroupOperand {
     }
 };
 
-/// S = A B^T, both in shared memory with the summed index along their columns (descriptors by `along_cols`). Asynchronous.
+/// S = A B^T, both in shared memory with the summed index along their columns (descriptors by `along_cols`; that of A may
+/// point to any multiple of 64 rows). Asynchronous.
 template <typename TileA, typename TileB>
 DEVICE void multiply_transposed(WarpgroupTile<TileB::kRows>& S, u64 a, u64 b) {
     using Product = Wgmma<typename TileA::Element, TileB::kRows>;
-    static_assert(TileA::kRows == 64 && TileA::kCols == TileB::kCols);
+    static_assert(TileA::kRows % 64 == 0 && TileA::kCols == TileB::kCols);
 #pragma unroll
     for (u32 k = 0; k < TileA::kCols / 16; ++k) {
         const u64 at_a = advance(a, TileA::step_along_cols(k)), at_b = advance(b, TileB::step_along_cols(k));
@@ -83,6 +86,84 @@ DEVICE void add_product(WarpgroupTile<TileV::kCols>& O,
     for (u32 k = 0; k < TileV::kRows / 16; ++k)
         Wgmma<typename TileV::Element, TileV::kCols>::template registers<true, true>(
             O.x, P.x + 4 * k, advance(v, TileV::step_along_rows(k)));
+}
+
+/// The same with A in registers.
+template <typename TileB>
+DEVICE void multiply_transposed(WarpgroupTile<TileB::kRows>& S,
+                                const WarpgroupOperand<typename TileB::Element, TileB::kCols>& A, u64 b) {
+    using Product = Wgmma<typename TileB::Element, TileB::kRows>;
+#pragma unroll
+    for (u32 k = 0; k < TileB::kCols / 16; ++k) {
+        const u64 at_b = advance(b, TileB::step_along_cols(k));
+        if (k == 0)
+            Product::template registers<false>(S.x, A.x, at_b);
+        else
+            Product::template registers<true>(S.x, A.x + 4 * k, at_b);
+    }
+}
+
+/// S = A^T B^T for 64 columns of A, which has the summed index along its rows (`along_rows`, of the panel), and kCols rows of
+/// B, which has it along its columns (`along_cols`, of the first of the rows). Asynchronous.
+template <typename TileA, typename TileB, u32 kCols>
+DEVICE void multiply_transposes(WarpgroupTile<kCols>& S, u64 a, u64 b) {
+    using Product = Wgmma<typename TileA::Element, kCols>;
+    static_assert(TileA::kRows == TileB::kCols);
+#pragma unroll
+    for (u32 k = 0; k < TileA::kRows / 16; ++k) {
+        const u64 at_a = advance(a, TileA::step_along_rows(k)), at_b = advance(b, TileB::step_along_cols(k));
+        if (k == 0)
+            Product::template shared<false, true>(S.x, at_a, at_b);
+        else
+            Product::template shared<true, true>(S.x, at_a, at_b);
+    }
+}
+
+/// 64 rows of a tile in shared memory, from `first_row` on, as operand A in registers.
+template <typename TileA>
+DEVICE void load_operand(WarpgroupOperand<typename TileA::Element, TileA::kCols>& A, TileA& tile, u32 first_row) {
+    const u32 row = first_row + thread_index() % 128 / 32 * 16 + lane_index() % 16;
+#pragma unroll
+    for (u32 k = 0; k < TileA::kCols / 16; ++k) {
+        u32 r[4];
+        ldmatrix_x4(r, shared_address(&tile.at(row, 16 * k + lane_index() / 16 * 8)));
+#pragma unroll
+        for (u32 n = 0; n < 4; ++n)
+            A.x[4 * k + n] = r[n];
+    }
+}
+
+/// A warpgroup's result, rounded, transposed to a panel in shared memory: its columns become rows, from `first_row` (a
+/// multiple of 8) on, its rows the panel's columns.
+template <typename Tile, u32 kCols>
+DEVICE void store_transposed(Tile& tile, u32 first_row, u32 panel,
+                             const WarpgroupOperand<typename Tile::Element, kCols>& x) {
+    const u32 lane = lane_index(), row = first_row + lane / 16 * 8 + lane % 8;
+    const u32 col = panel * Tile::kPanelCols + thread_index() % 128 / 32 * 16 + lane / 8 % 2 * 8;
+    const SharedAddress to = shared_address(&tile.at(row, col));
+#pragma unroll
+    for (u32 k = 0; k < kCols / 16; ++k)
+        stmatrix_x4_transposed(to + 16 * k * Tile::kRowBytes, x.x + 4 * k);
+}
+
+/// A warpgroup's result as it lies in registers: 16 bytes of each thread, a thread after the other.
+template <u32 kCols>
+DEVICE void store_fragments(float* to, const WarpgroupTile<kCols>& tile) {
+#pragma unroll
+    for (u32 n = 0; n < kCols / 8; ++n)
+        *reinterpret_cast<float4*>(to + 4 * (128 * n + thread_index() % 128)) =
+            float4{tile.x[4 * n], tile.x[4 * n + 1], tile.x[4 * n + 2], tile.x[4 * n + 3]};
+}
+template <u32 kCols>
+DEVICE void load_fragments(WarpgroupTile<kCols>& tile, const float* from) {
+#pragma unroll
+    for (u32 n = 0; n < kCols / 8; ++n) {
+        const float4 x = *reinterpret_cast<const float4*>(from + 4 * (128 * n + thread_index() % 128));
+        tile.x[4 * n] = x.x;
+        tile.x[4 * n + 1] = x.y;
+        tile.x[4 * n + 2] = x.z;
+        tile.x[4 * n + 3] = x.w;
+    }
 }
 
 /// The 4 x 4 words of four neighbouring lanes, transposed.
