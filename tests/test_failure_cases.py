@@ -628,7 +628,7 @@ def contiguous(arrays):
 def assert_same_as_contiguous(backend, arrays, **options):
     """The results of views are bitwise those of contiguous copies; dout is a view too.
 
-    Gradients whose dQ is summed in any order differ in their last bits from run to run: those are compared with float64.
+    Gradients whose dQ is summed in any order differ in their last bits from run to run; they are compared with float64.
     """
     check(backend, Problem.of(*arrays, **options), *arrays)
     problem = Problem.of(*arrays, deterministic=True, **options)
