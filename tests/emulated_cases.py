@@ -63,6 +63,13 @@ def wgmma(Br, Bc, warps, stages, **options):
     return (("forward", TileConfig("wgmma", Br, Bc, warps, stages, **options)),)
 
 
+def wgmma_backward(Br, stages, **options):
+    return (
+        ("forward", TileConfig("mma", 32, 32, 2)),
+        ("backward", TileConfig("wgmma", Br, 128, 12, stages, **options)),
+    )
+
+
 # Plain multiply-adds with two stages.
 STAGED = tuple((task, TileConfig("simt", 32, 32, 2, 2)) for task in TASKS)
 
@@ -78,6 +85,16 @@ KINDS = {
     "hopper wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, dynamic=False), gpu=TWO_SMS),
     "hopper three": Kind("bfloat16", (40, 24), wgmma(192, 48, 16, 2, turns=False), gpu=TWO_SMS),
     "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False), gpu=TWO_SMS),
+    "backward hopper": Kind("float16", (64, 64), wgmma_backward(64, 2), gpu=TWO_SMS),
+    "backward hopper wide": Kind(
+        "bfloat16", (104, 128), wgmma_backward(80, 2, rounded_weights=True, early_turn=True), gpu=TWO_SMS
+    ),
+    "backward hopper narrow": Kind(
+        "float16",
+        (40, 72),
+        wgmma_backward(32, 3, values_in_registers=True, rounded_weights=True, early_turn=True),
+        gpu=TWO_SMS,
+    ),
     "float": Kind("float32", (40, 24), gpu=KNOWN_GPUS["T4"]),
     "float staged": Kind("float32", (24, 40), STAGED),
     "float narrow": Kind("float32", (33, 50), gpu=KNOWN_GPUS["T4"]),
@@ -381,6 +398,26 @@ _HOPPER_NUMBERS = {
 }
 HOPPER = [kind for kind in KINDS if kind.startswith("hopper")]
 
+# Blocks own 128 keys: some that no query sees, several heads of a group, tiles in which one consumer's keys are hidden or
+# beyond the last.
+_BACKWARD_SHAPES = {
+    "plain": [(1, 1), (130, 70, 2, 3, 1), (70, 300, 1, 4, 2)],
+    "causal": [(1, 200), (129, 33), (260, 260, 1, 4, 2), (150, 300), (300, 150, 1, 3, 1)],
+    "top left": [(70, 200), (200, 70)],
+    "window": [(200, 260, 1, 2, 1), (140, 400), (333, 97)],
+    "left": [(200, 150, 2, 2, 1)],
+    "negative scale": [(140, 200)],
+    "no scale": [(40, 70)],
+    "softcap": [(130, 150, 1, 4, 1)],
+}
+_BACKWARD_NUMBERS = {
+    "plain": ["large", "rising", "overflow", "infinite key", "infinite value"],
+    "causal": ["falling", "far below", "biased", *HIDDEN, "infinite key", "nan in a few values"],
+    "window": [*HIDDEN, "infinite value", "nan in a few values"],
+    "diagonal": ["large", "steep"],
+}
+BACKWARD_HOPPER = [kind for kind in KINDS if kind.startswith("backward hopper")]
+
 CASES = {
     str(case): case
     for case in (
@@ -434,6 +471,21 @@ CASES = {
             for numbers in all_numbers
         ),
         Case("hopper", "causal", (260, 230, 2, 4, 2), layout="heads first aligned", gradients=()),
+        *(
+            Case(kind, options, shape)
+            for kind in BACKWARD_HOPPER
+            for options, shapes in _BACKWARD_SHAPES.items()
+            for shape in shapes
+        ),
+        *(
+            Case(kind, options, (140, 140), numbers)
+            for kind in BACKWARD_HOPPER
+            for options, all_numbers in _BACKWARD_NUMBERS.items()
+            for numbers in all_numbers
+        ),
+        *(Case(kind, "causal", (140, 140), "infinite keys", gradients=("dk", "dv")) for kind in BACKWARD_HOPPER),
+        Case("backward hopper", "causal", (140, 230, 2, 4, 2), layout="heads first aligned"),
+        Case("backward hopper", "causal", (140, 230, 2, 2, 1), layout="tight"),
     )
 }
 

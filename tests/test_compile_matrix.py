@@ -129,6 +129,38 @@ def hopper_matrix():
     return cases
 
 
+def hopper_backward_matrix():
+    """The same of the backward: {what is compiled, and why: [(its tiles, what differs from the common case)]}"""
+    narrow = TileConfig("wgmma", 128, 128, 12, 2, rounded_weights=True, values_in_registers=True)
+    wide = TileConfig("wgmma", 64, 128, 12, 2)
+    tall = dataclasses.replace(wide, Br=80, rounded_weights=True)
+    mixed = [(narrow, 40, 24), (narrow, 64, 64), (wide, 64, 128), (wide, 128, 64), (wide, 96, 96), (wide, 128, 128)]
+    cases = {
+        f"{dtype}, {band}": [
+            (config, {"d": d, "dv": dv, "dtype": dtype, "band": band}) for config, d, dv in (*mixed, (tall, 128, 128))
+        ]
+        for dtype, band in product(("float16", "bfloat16"), ("none", "causal", "window"))
+    }
+    cases["options"] = [
+        (dataclasses.replace(config, **options), {"d": d, "band": band})
+        for (config, d, options), band in product(
+            (
+                (wide, 128, {"early_turn": True}),
+                (wide, 128, {"rounded_weights": True}),
+                (tall, 128, {"early_turn": True}),
+                (narrow, 64, {"values_in_registers": False}),
+                (wide, 64, {"stages": 3}),
+            ),
+            ("none", "causal"),
+        )
+    ]
+    cases["other scores"] = [
+        (wide, {"d": d, "band": band, **score})
+        for d, band, score in product((64, 128), ("none", "causal"), ({"scale": -0.1}, {"softcap": 30.0}))
+    ]
+    return cases
+
+
 def complaints(arch, kernel, text=None):
     """What is wrong with a compiled module, a line each."""
     what = f"{kernel.file} for {arch} {' '.join(option for option in options(kernel) if option[:2] == '-D')}"
@@ -156,6 +188,18 @@ def test_hoppers_kernels_compile_without_spills(cases):
     modules = set()
     for given, changes in cases:
         ((kernel, _),) = dispatch.plan_forward(problem(**changes), 16, UNMEASURED["sm_90"], given).launches
+        assert kernel.target == "sm_90a"
+        modules.add(("sm_90", kernel))
+    check(modules)
+
+
+@pytest.mark.parametrize("cases", hopper_backward_matrix().values(), ids=list(hopper_backward_matrix()))
+def test_hoppers_backward_compiles_without_spills(cases):
+    modules = set()
+    for config, changes in cases:
+        _, (kernel, _), _ = dispatch.plan_backward(
+            problem(**changes), 16, UNMEASURED["sm_90"], {BACKWARD: config}
+        ).launches
         assert kernel.target == "sm_90a"
         modules.add(("sm_90", kernel))
     check(modules)

@@ -21,6 +21,8 @@ CASES = [
     "half, deterministic causal, 97x97x2x2x1",
     "half, causal, 70x70, hidden key",
     "bfloat, causal, 130x130x1x2x1",
+    "backward hopper, causal, 260x260x1x4x2",
+    "backward hopper narrow, causal, 140x140, hidden key",
     "tf32, plain, 33x65x2x2x1",
     "float, causal, 65x130",
     "float, deterministic causal, 70x70",
