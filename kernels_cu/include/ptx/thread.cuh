@@ -14,9 +14,15 @@ DEVICE u32 block_index() {
 }
 
 DEVICE u32 grid_size() { return gridDim.x; }
-/// A value that all lanes of the warp have, in a form of which the compiler knows that (sm_80 and up): a reduction's result
-/// is in a uniform register, a shuffle's is not.
-DEVICE u32 uniform(u32 value) { return __reduce_or_sync(0xffffffffu, value); }
+/// A value that all lanes of the warp have, in a form of which the compiler knows that: from sm_80 on a reduction's result is in
+/// a uniform register, a shuffle's is not.
+DEVICE u32 uniform(u32 value) {
+#if CF_ARCH >= 80
+    return __reduce_or_sync(0xffffffffu, value);
+#else
+    return __shfl_sync(0xffffffffu, value, 0);
+#endif
+}
 
 /// Barrier over all threads of the block; shared and global writes before it are visible after it.
 DEVICE void block_sync() { __syncthreads(); }
