@@ -209,9 +209,12 @@ def test_hoppers_backward_compiles_without_spills(cases):
 def test_measured_winners_compile_without_spills(gpu):
     limits = KNOWN_GPUS[gpu]
     dtypes = {"half": ("float16", "bfloat16"), "tf32": ("tf32",), "float32": ("ieee",)}
+    measured = store.winners(limits.name)
     modules = set()
-    for (task, kind, d, dv, masked), winners in store.winners(limits.name).items():
-        for dtype, config in product(dtypes[kind], winners):
+    for (task, kind, d, dv, masked), winners in measured.items():
+        for dtype, config in product(dtypes.get(kind, (kind,)), winners):
+            if kind == "half" and (task, dtype, d, dv, masked) in measured:
+                continue  # it has an entry of its own
             apart = task in ("backward_dkv", "backward_dq")
             p = problem(d, dv, dtype, "causal" if masked else "none", deterministic=apart)
             plan = dispatch.plan_forward if task == "forward" else dispatch.plan_backward
