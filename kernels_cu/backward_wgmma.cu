@@ -1,20 +1,20 @@
-// FlashAttention backward for Hopper (sm_90a): Algorithm 2 of arXiv:2307.08691 with loads by the tensor memory accelerator,
-// products of warpgroups, and dQ summed by bulk reductions.
+// FlashAttention backward for Hopper (sm_90a): Algorithm 2 of arXiv:2307.08691 with loads by the tensor memory
+// accelerator, products of warpgroups, and dQ summed by bulk reductions.
 //
 // A block owns kBc keys of one key/value head and walks over the query tiles that see them, for every query head of the
-// group, so that dK and dV are summed over the group in registers. Each of two consumer warpgroups has 64 of the keys. With
-// the keys as rows, P^T and dS^T come out of one product as the operand of the next:
+// group, so that dK and dV are summed over the group in registers. Each of two consumer warpgroups has 64 of the keys.
+// With the keys as rows, P^T and dS^T come out of one product as the operand of the next:
 //   S^T = K Q^T,  P^T = exp(S^T - LSE),  dV += P^T dO,  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q
-// Only dQ += dS K needs the dS of both: it passes through shared memory, and each consumer computes one half of dQ^T, which
-// leaves by way of shared memory for a float32 sum in global memory.
+// Only dQ += dS K needs the dS of both: it passes through shared memory, and each consumer computes one half of dQ^T,
+// which leaves by way of shared memory for a float32 sum in global memory.
 //
-// The consumers take turns at the tensor cores. In its turn, one starts dV and dK of tile j, a dQ, and S of tile j + 1; then
-// it exponentiates while the other multiplies. The order of the turns alone makes dS complete for whoever reads it, and its
-// two buffers free for whoever writes them: the first consumer computes dQ of tile j - 1, the second dQ of tile j. Nothing is
-// under way where the loop begins anew, which is what lets the compiler keep the products asynchronous.
+// The consumers take turns at the tensor cores. In its turn, one starts dV and dK of tile j, a dQ, and S of tile j + 1;
+// then it exponentiates while the other multiplies. The order of the turns alone makes dS complete for whoever reads it,
+// and its two buffers free for whoever writes them: the first consumer computes dQ of tile j - 1, the second dQ of tile j.
+// Nothing is under way where the loop begins anew, which is what lets the compiler keep the products asynchronous.
 //
-// The producer warpgroup has a thread that loads Q and dO, a warp that loads LSE and delta, and one warp per consumer that
-// sends its dQ. The bandwidth of shared memory binds.
+// The producer warpgroup has a thread that loads Q and dO, a warp that loads LSE and delta, and one warp per consumer
+// that sends its dQ. The bandwidth of shared memory binds.
 #include "tensor_params.cuh"
 #include "backward_rows.cuh"
 #include "band.cuh"
@@ -34,7 +34,7 @@ static_assert(kThreads == 128 * (kConsumers + 1) && kBc == 64 * kConsumers, "eac
 constexpr u32 kProducerRegisters = 24;
 constexpr u32 kConsumerRegisters = 240;
 constexpr u32 kConsumerWarps = 4 * kConsumers;
-// dS from the P that dV is computed with: fewer registers for a little less precision. A capped score has its slope in P.
+// dS from the P that dV is computed with: fewer registers, a little less precision. A capped score has its slope in P.
 constexpr bool kRoundedP = CF_ROUNDED_P && kScoreKind != 2;
 constexpr bool kRegisterV = CF_REGISTER_V;  // V, the same for all tiles, stays in registers
 constexpr bool kEarlyTurn = CF_EARLY_TURN;  // the turn is passed while dQ is still being computed
@@ -152,7 +152,7 @@ DEVICE void load_tiles(const BackwardTensorParams& params, SharedStorage& shared
     }
 }
 
-/// One warp: LSE, as the exponents want it, and delta of every query tile. Rows beyond the last query get P = 0.
+/// One warp: LSE, as the exponents want it, and delta of every query tile. Rows beyond the last query are hidden later.
 DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared, const Work& work) {
     constexpr u32 kRows = (kBr + 31) / 32;  // of a lane
     Ring ring;
@@ -344,8 +344,8 @@ struct Consumer {
                 tile.data[n] = from_float<Element>(0.0f);
     }
 
-    /// Computes elements of dQ^T in shared memory, as this thread has stored them, once more: over the keys that a query
-    /// sees, with dS as large as it is. Those that are not finite, which a hidden key may have made so, or all.
+    /// Computes elements of dQ^T in shared memory, where this thread has stored them, once more: over the keys that a
+    /// query sees, with dS as large as it is. Those that are not finite, which a hidden key may have made so, or all.
     DEVICE void amend_dQ(i32 first_query, u32 buffer, bool all) {
         DqTile place;
         float* mine = shared.dQ[index] + 4 * (thread_index() % 128);
@@ -369,8 +369,8 @@ struct Consumer {
         }
     }
 
-    /// Puts what clean_rows took away into the rows of dK and dV that saw it. A positive weight times something not finite is
-    /// that; dS may be negative or 0, and makes NaN of it.
+    /// Puts what clean_rows took away into the rows of dK and dV that saw it. A positive weight times something not
+    /// finite is that; dS may be negative or 0, and makes NaN of it.
     DEVICE void restore_nonfinite(Element* dk, Element* dv) const {
         named_sync(kConsumerMeets + index, 128);  // all rows are stored
         const Element* q = params.q + work.batch * params.q_batch_stride;
@@ -486,7 +486,6 @@ DEVICE void Consumer::run() {
         const u32 rare = shared.rare[ring.at];
         wgmma_wait<1>();
         wgmma_settle(S.x);
-        // Rows beyond the last query have P = 0, unless a key is not finite.
         const bool hidden =
             !band.all_visible(queries_of(first_query), keys) || first_query > params.seqlen_q - static_cast<i32>(kBr);
         if constexpr (kScoreKind != 0)

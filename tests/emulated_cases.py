@@ -398,8 +398,8 @@ _HOPPER_NUMBERS = {
 }
 HOPPER = [kind for kind in KINDS if kind.startswith("hopper")]
 
-# Blocks own 128 keys: some that no query sees, several heads of a group, tiles in which one consumer's keys are hidden or
-# beyond the last.
+# Blocks own 128 keys: some that no query sees, several heads of a group, tiles in which the keys of one consumer are
+# hidden, or beyond the last.
 _BACKWARD_SHAPES = {
     "plain": [(1, 1), (130, 70, 2, 3, 1), (70, 300, 1, 4, 2)],
     "causal": [(1, 200), (129, 33), (260, 260, 1, 4, 2), (150, 300), (300, 150, 1, 3, 1)],
