@@ -568,7 +568,7 @@ DEVICE void Consumer::run() {
             start_S(S);
             if constexpr (kEarlyTurn) {
                 // Whoever passed the turn first could find the barrier two phases ahead.
-                barrier_wait(shared.dS_read[index ^ 1], static_cast<u32>(index == 0 ? n : n - 1) & 1);
+                barrier_wait(shared.dS_read[index ^ 1], buffer ^ index);
                 pass_turn();
             }
             wgmma_wait<1>();

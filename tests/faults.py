@@ -713,7 +713,7 @@ FAULTS = [
     fault(
         "backward wgmma: an early turn without a look at the other's dQ",
         "backward_wgmma.cu",
-        "                barrier_wait(shared.dS_read[index ^ 1], static_cast<u32>(index == 0 ? n : n - 1) & 1);\n",
+        "                barrier_wait(shared.dS_read[index ^ 1], buffer ^ index);\n",
         "",
         "the other still reads the dS that is written over",
         "backward hopper narrow, plain, 140x140, overflow",
