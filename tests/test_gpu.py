@@ -5,6 +5,7 @@ an equal computation without the difficulty, or known exactly.
 """
 
 import contextlib
+import dataclasses
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +19,7 @@ import cupyflash
 from cupyflash import dispatch, heuristics
 from cupyflash.problem import Problem
 from cupyflash.reference import reference_backward, reference_forward
-from cupyflash.tiles import tile_head_dims
+from cupyflash.tiles import TileConfig, tile_head_dims
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -438,6 +439,50 @@ def test_streams_have_counters_of_their_own(hopper):
     cupy.cuda.Device().synchronize()
     for result in results:
         assert_same_bits([result], [expected])
+
+
+# ---- Hopper: a backward whose tiles are given
+
+
+@pytest.fixture
+def on_hopper(runtime):
+    if runtime.limits().arch != 90:
+        pytest.skip("family wgmma runs on sm_90 only")
+
+
+@pytest.mark.parametrize(
+    "case", [name for name, c in emulated_cases.CASES.items() if c.kind in emulated_cases.BACKWARD_HOPPER]
+)
+def test_hoppers_backward_is_right(on_hopper, case):
+    """The cases that the emulated device runs in several orders."""
+    tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)
+    emulated_cases.run_on([GpuBackend(tiles)] * 2, case)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("D", "Dv", "config"),
+    [
+        (64, 64, TileConfig("wgmma", 128, 128, 12, 2, rounded_weights=True, values_in_registers=True)),
+        (128, 128, TileConfig("wgmma", 64, 128, 12, 2)),
+        (128, 128, TileConfig("wgmma", 64, 128, 12, 2, early_turn=True)),
+        (128, 128, TileConfig("wgmma", 80, 128, 12, 2, rounded_weights=True, early_turn=True)),
+        (128, 64, TileConfig("wgmma", 64, 128, 12, 2, rounded_weights=True)),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 7)}, {"causal": True, "softcap": 9.0}])
+def test_hoppers_backward_with_many_tiles(on_hopper, dtype, D, Dv, config, options):
+    """More blocks than multiprocessors, all adding to dQ; with a cap, tiles that have registers left for it."""
+    q, k, _, _ = on_host(2, 1100, 1000, 20, 4, D, dtype)
+    v, dout = randn(2, 1000, 4, Dv, dtype=dtype, seed=9), randn(2, 1100, 20, Dv, dtype=dtype, seed=10)
+    p = Problem.of(q, k, v, **options)
+    if p.softcap:
+        config = dataclasses.replace(config, Br=64, values_in_registers=False)
+    backend = GpuBackend({"backward": config})
+    got = backend.backward(p, dout, q, k, v, *backend.forward(p, q, k, v))
+    expected, naive = reference_backward(p, dout, q, k, v), naive_backward(p, dout, q, k, v)
+    for name, *three in zip(("dq", "dk", "dv"), got, expected, naive, strict=True):
+        assert_close(*three, kind="gradient", what=name)
 
 
 # ---- sizes and addresses
