@@ -30,6 +30,7 @@ _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source f
     ("simt", "backward_dq"): ("backward_dq_simt.cu", "backward_dq_simt"),
 }
 
+_LANES_PER_ROW = 8  # of delta, kernels_cu/include/backward_rows.cuh
 _LONGEST = 2**31 - 1024  # rows are counted in int32, rounded up to whole tiles
 
 
@@ -159,7 +160,9 @@ def plan_backward(
     task: Task = "backward" if summed else "backward_dkv"
     config, origin = choose(task, problem, limits, given, mappable and vector_bytes == 16)
     main = _kernel(task, config, problem, vector_bytes, limits)
-    rows = replace(main, name="backward_rows", shared_bytes=0)
+    wgmma = config.family == "wgmma"
+    rows_threads = _LANES_PER_ROW * config.Br if wgmma else config.threads
+    rows = replace(main, name="backward_rows", threads=rows_threads, shared_bytes=0)
     query_blocks = _query_blocks(problem, config)
     key_blocks = _blocks(problem.batch * problem.num_kv_heads, problem.seqlen_k, config.Bc)
     delta_floats = problem.batch * problem.num_heads * problem.seqlen_q
@@ -169,7 +172,6 @@ def plan_backward(
     if summed and config.family == "simt":
         return Plan(((rows, query_blocks), (main, key_blocks)), delta_floats, 0, section, ((task, config, origin),))
     if summed:
-        wgmma = config.family == "wgmma"
         dq_floats = config.Br * resources.dq_sum_columns(config, problem)
         last = replace(
             main,

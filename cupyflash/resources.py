@@ -216,8 +216,8 @@ def _why_not_wgmma_backward(task: Task, config: TileConfig, problem: Problem) ->
     if config.warps != 4 * (_BACKWARD_CONSUMERS + 1) or config.Bc != 64 * _BACKWARD_CONSUMERS:
         return f"{config.warps} warps and Bc {config.Bc}; two consumer warpgroups of 64 keys and a producer are 12, 128"
     multiple = 16 if problem.head_dim > _PANEL_COLUMNS else 32  # the consumers share head dims of dQ, or queries
-    if config.Br % multiple or not multiple <= config.Br <= 256:
-        return f"Br is {config.Br}; it must be a multiple of {multiple} up to 256"
+    if config.Br % multiple or not multiple <= config.Br <= 128:
+        return f"Br is {config.Br}; it must be a multiple of {multiple} up to 128"
     return None
 
 

@@ -610,9 +610,11 @@ DEVICE void Consumer::run() {
         restore_nonfinite(dk, dv);
 }
 
-KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardTensorParams) params) {
-    prepare_rows(params);
-    clear_dq_sum(params);
+constexpr u32 kRowThreads = kLanesPerRow * kBr;  // so that all loads of a block are under way at once
+
+KERNEL(kRowThreads, 1) void backward_rows(PARAMS(BackwardTensorParams) params) {
+    clear_dq_sum<kRowThreads>(params);
+    prepare_rows<kRowThreads>(params);
 }
 
 KERNEL(kThreads, 1) void backward_wgmma(PARAMS(BackwardTensorParams) params) {

@@ -946,8 +946,8 @@ FAULTS = [
     fault(
         "delta: a row without",
         "include/backward_rows.cuh",
-        "row < kBr; row += kThreads / kLanesPerRow",
-        "row < kBr - 1; row += kThreads / kLanesPerRow",
+        "row < kBr; row += kBlockThreads / kLanesPerRow",
+        "row < kBr - 1; row += kBlockThreads / kLanesPerRow",
         "the last row of each tile",
         "half, plain, 33x70",
     ),

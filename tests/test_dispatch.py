@@ -427,7 +427,8 @@ def test_launches_of_a_backward_with_tensor_maps(d, columns):
     assert main.target == "sm_90a"
     assert (tiles, key_tiles, same_tiles) == (3 * 4 * 2, 3 * 2 * 2, 3 * 4 * 2)
     assert plan.dq_floats == tiles * 64 * columns
-    assert (store.threads, store.shared_bytes) == (256, 64 * columns * 2)
+    assert (rows.threads, main.threads, store.threads) == (8 * 64, 384, 256)
+    assert store.shared_bytes == 64 * columns * 2
     assert plan.map_rows == (64, 64, 128, 128)
 
 

@@ -342,9 +342,9 @@ def test_a_capped_score_needs_registers():
             {"Bc": 64},
             "12 warps and Bc 64; two consumer warpgroups of 64 keys and a producer are 12, 128",
         ),
-        (problem(64), {"Br": 80}, "Br is 80; it must be a multiple of 32 up to 256"),
-        (problem(72), {"Br": 72}, "Br is 72; it must be a multiple of 16 up to 256"),
-        (problem(72), {"Br": 0}, "Br is 0; it must be a multiple of 16 up to 256"),
+        (problem(64), {"Br": 80}, "Br is 80; it must be a multiple of 32 up to 128"),
+        (problem(72), {"Br": 72}, "Br is 72; it must be a multiple of 16 up to 128"),
+        (problem(72), {"Br": 0}, "Br is 0; it must be a multiple of 16 up to 128"),
         (
             problem(128),
             {"Br": 96},

@@ -8,8 +8,8 @@
 
 constexpr u32 kLanesPerRow = 8;
 
-/// One query tile of one head; all threads of the block.
-template <typename Params>
+/// One query tile of one head; all threads of the block, kBlockThreads.
+template <u32 kBlockThreads = kThreads, typename Params>
 DEVICE void prepare_rows(const Params& params) {
     using Piece = typename Word<kVectorBytes>::type;
     constexpr u32 kPieceElements = kVectorBytes / sizeof(Element), kChunkElements = 16 / sizeof(Element);
@@ -19,7 +19,7 @@ DEVICE void prepare_rows(const Params& params) {
     float* delta = params.delta + (static_cast<i64>(tile.batch) * params.num_heads + tile.head) * params.seqlen_q;
 
     const u32 lane = thread_index() % kLanesPerRow;
-    for (u32 row = thread_index() / kLanesPerRow; row < kBr; row += kThreads / kLanesPerRow) {
+    for (u32 row = thread_index() / kLanesPerRow; row < kBr; row += kBlockThreads / kLanesPerRow) {
         const i32 query = tile.index * static_cast<i32>(kBr) + static_cast<i32>(row);
         float sum = 0.0f;
         // A lane takes whole 16-byte chunks in order, however wide the pieces: the sum does not depend on the alignment.

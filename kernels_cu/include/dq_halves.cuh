@@ -26,11 +26,11 @@ DEVICE float* dq_sum_half(const Params& params, i32 batch, i32 head, i32 tile, u
     return params.dq_sum + (2 * tiles + half) * kDqHalf;
 }
 
-/// Zeros to sum into, for this block's query tile.
-template <typename Params>
+/// Zeros to sum into, for this block's query tile; all threads of the block.
+template <u32 kBlockThreads, typename Params>
 DEVICE void clear_dq_sum(const Params& params) {
     const QueryTile tile(params);
     uint4* sum = reinterpret_cast<uint4*>(dq_sum_half(params, tile.batch, tile.head, tile.index, 0));
-    for (u32 n = thread_index(); n < 2 * kDqHalf / 4; n += kThreads)
+    for (u32 n = thread_index(); n < 2 * kDqHalf / 4; n += kBlockThreads)
         sum[n] = uint4{};
 }
