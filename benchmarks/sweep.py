@@ -26,10 +26,10 @@ import yaml
 
 import cupyflash
 from cupyflash.dispatch import plan_backward, plan_forward
-from cupyflash.engine import Prepared, PreparedTensor
+from cupyflash.engine import prepare
 from cupyflash.problem import Problem
 from cupyflash.runtime.cuda import CudaRuntime
-from cupyflash.runtime.params import BACKWARD, FORWARD, FORWARD_TENSOR
+from cupyflash.runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR
 from cupyflash.tiles import Task, TileConfig
 from cupyflash.tuning.space import space
 from cupyflash.tuning.store import key
@@ -62,12 +62,12 @@ class Case:
             pointers = [a.data.ptr for a in (*arrays, self.lse)]
         else:
             plan = plan_backward(self.problem, 16, runtime.limits(), {task: config})
-            arrays, struct = (self.dout, self.q, self.k, self.v, self.out, self.dq, self.dk, self.dv), BACKWARD
+            arrays = (self.dout, self.q, self.k, self.v, self.out, self.dq, self.dk, self.dv)
+            struct = BACKWARD_TENSOR if plan.map_rows else BACKWARD
             workspace = cp.empty(plan.delta_floats + plan.dq_floats, cp.float32)
             pointers = [a.data.ptr for a in (*arrays[:5], self.lse, *arrays[5:], workspace)]
             pointers.append(pointers[-1] + 4 * plan.delta_floats)
-        kind = PreparedTensor if plan.map_rows else Prepared
-        prepared = kind(runtime, self.problem, plan, struct, arrays)
+        prepared = prepare(runtime, self.problem, plan, struct, arrays)
         if task == "backward_dkv":
             prepared.launchers = prepared.launchers[:2]
         elif task == "backward_dq":
@@ -92,7 +92,7 @@ def milliseconds(run: Run, scratch: Any, repeats: int = 4) -> float:
 
 
 def sweep(
-    runtime: CudaRuntime, task: Task, cases: list[Case], rounds: int, where: dict[str, int]
+    runtime: CudaRuntime, task: Task, cases: list[Case], rounds: int, where: dict[str, int | str]
 ) -> list[tuple[TileConfig, list[float]]]:
     """(configuration, TFLOP/s per case) of all with these values that do not spill, fastest first."""
     device = cp.cuda.Device()
@@ -129,10 +129,11 @@ def main() -> None:
     parser.add_argument("--seqlens", default="1024,8192")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--show", type=int, default=5)
-    parser.add_argument("--where", default="", help="only tiles with these values, as in Br=64,stages=2")
+    parser.add_argument("--where", default="", help="only tiles with these values, as in family=wgmma,Br=64")
     parser.add_argument("--yaml", help="file to write the winners to")
     arguments = parser.parse_args()
-    where = {name: int(value) for name, value in (pair.split("=") for pair in arguments.where.split(",") if pair)}
+    pairs = (pair.split("=") for pair in arguments.where.split(",") if pair)
+    where = {name: int(value) if value.isdigit() else value for name, value in pairs}
     runtime = CudaRuntime()
     winners = []
     for task in arguments.tasks.split(","):

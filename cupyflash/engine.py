@@ -148,8 +148,7 @@ class Engine:
         return reduce(or_, map(self._runtime.address, arrays)) & 15
 
     def _prepare(self, key: Any, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:
-        kind = {FORWARD_TENSOR: PreparedTensor, BACKWARD_TENSOR: PreparedTensorBackward}.get(struct, Prepared)
-        prepared = kind(self._runtime, key[0], plan, struct, arrays)
+        prepared = prepare(self._runtime, key[0], plan, struct, arrays)
         if len(self._prepared) >= _PREPARED_KEPT:
             self._prepared.clear()
         self._prepared[key] = prepared
@@ -183,6 +182,12 @@ class Prepared:
         for launcher in self.launchers:
             launcher(block, stream)
         self._blocks.append(block)
+
+
+def prepare(runtime: Runtime, problem: Problem, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:
+    """The launches of a plan whose kernels take this struct."""
+    kind = {FORWARD_TENSOR: PreparedTensor, BACKWARD_TENSOR: PreparedTensorBackward}.get(struct, Prepared)
+    return kind(runtime, problem, plan, struct, arrays)
 
 
 class PreparedTensor(Prepared):
