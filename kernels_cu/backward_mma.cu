@@ -9,6 +9,7 @@
 #include "params.cuh"
 #include "backward_rows.cuh"
 #include "band.cuh"
+#include "constant.cuh"
 #include "copy_tile.cuh"
 #include "dq_sum.cuh"
 #include "hidden.cuh"
@@ -155,11 +156,6 @@ KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) {
     if constexpr (kSumDq)
         clear_dq_sum(params);
 }
-
-template <bool kValue>
-struct Constant {
-    static constexpr bool value = kValue;
-};
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) params) {
     SharedStorage& shared = shared_storage<SharedStorage>();

@@ -25,6 +25,7 @@
 #include "platform/warpgroup.cuh"
 #include "probability.cuh"
 #include "query_tile.cuh"
+#include "ring.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
 #include "traits.cuh"
@@ -78,18 +79,6 @@ DEVICE void init_barriers(SharedStorage& shared) {
     barrier_init_fence();
 }
 
-/// A position in the ring of buffers, and the parity of the phase that its barriers are in.
-struct Ring {
-    u32 at = 0, parity = 0;
-
-    DEVICE void advance() {
-        if (++at == kStages) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 /// The keys of one key/value head that a block works on, and the query tiles that see them.
 struct Work {
     i32 batch, kv_head;
@@ -130,7 +119,7 @@ DEVICE void load_tiles(const BackwardTensorParams& params, SharedStorage& shared
     tensor_map_prefetch(params.k_map);
     tensor_map_prefetch(params.v_map);
     tensor_map_prefetch(params.dout_map);
-    Ring ring;
+    Ring<kStages> ring;
     Walk walk(params, work);
     if (work.steps > 0) {
         barrier_arrive_expect(shared.K_full, sizeof(TileK::data));
@@ -155,7 +144,7 @@ DEVICE void load_tiles(const BackwardTensorParams& params, SharedStorage& shared
 /// One warp: LSE, as the exponents want it, and delta of every query tile. Rows beyond the last query are hidden later.
 DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared, const Work& work) {
     constexpr u32 kRows = (kBr + 31) / 32;  // of a lane
-    Ring ring;
+    Ring<kStages> ring;
     Walk walk(params, work);
 #pragma unroll 1
     for (i32 n = 0; n < work.steps; ++n) {
@@ -226,7 +215,7 @@ struct Consumer {
     const Band band;
     const Score score;
     const Range keys;  // its own
-    Ring ring;
+    Ring<kStages> ring;
 
     DEVICE Consumer(const BackwardTensorParams& params_, SharedStorage& shared_, const Work& work_, u32 index_)
         : params(params_),

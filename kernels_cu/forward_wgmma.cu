@@ -11,12 +11,14 @@
 // to be computed the exact way. So is one with hidden values of V that are not finite.
 #include "tensor_params.cuh"
 #include "band.cuh"
+#include "constant.cuh"
 #include "hidden.cuh"
 #include "panel_tile.cuh"
 #include "platform/atomic.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/tma.cuh"
 #include "platform/warpgroup.cuh"
+#include "ring.cuh"
 #include "row_state.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
@@ -29,11 +31,6 @@ constexpr u32 kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr u32 kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 constexpr bool kStale = CF_STALE_MAXIMUM;
 constexpr bool kTurns = CF_TURNS && kConsumers > 1;
-
-template <bool kValue>
-struct Constant {
-    static constexpr bool value = kValue;
-};
 
 using TileQ = PanelTile<Element, 64, kD>;
 using TileK = PanelTile<Element, kBc, kD>;
@@ -61,19 +58,6 @@ struct SharedStorage {
     Barrier slot_full[kSlots], slot_empty[kSlots];
     volatile i32 marks[kMarks];     // indices of tiles to be computed again, -1: none
     volatile i32 hidden_nonfinite;  // the last tile with hidden values of V that are not finite
-};
-
-/// A position in a ring of buffers, and the parity of the phase that its barrier is in.
-template <u32 kSize>
-struct Ring {
-    u32 at = 0, parity = 0;
-
-    DEVICE void advance() {
-        if (++at == kSize) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 DEVICE void init_shared(SharedStorage& shared) {
