@@ -79,7 +79,8 @@ class CudaRuntime:
             return 0
         counter = self._tile_counters.get((device, stream))
         if counter is None:
-            counter = self._tile_counters[device, stream] = cupy.zeros(2, cupy.uint32)
+            # One for all threads, whoever comes first: a kernel that runs keeps its own.
+            counter = self._tile_counters.setdefault((device, stream), cupy.zeros(2, cupy.uint32))
         return counter.data.ptr  # type: ignore[no-any-return]
 
     def workspace(self, floats: int) -> tuple[int, Any]:
