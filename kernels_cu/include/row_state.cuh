@@ -62,13 +62,13 @@ struct RowState {
         l[1] += last[1];
     }
 
-    /// Before the rounded weights of the last tile are multiplied with V: accounts for their rounding if they are most of
-    /// what a lane has seen of a row. (A single weight has to be a third of the row for that.) Best called while the tensor
-    /// cores have something to do.
+    /// Whether the last tile is most of what some lane of the warp has seen of a row. (A single weight has to be a third
+    /// of the row for that.)
+    DEVICE bool heavy() const { return warp_any(last[0] > kHeavy * l[0] || last[1] > kHeavy * l[1]); }
+
+    /// Accounts for the rounding of the last tile's weights; called while they are there, if the tile is heavy.
     template <typename T, u32 kCols>
     DEVICE void account_for_rounding(const WarpgroupOperand<T, kCols>& P) {
-        if (!warp_any(last[0] > kHeavy * l[0] || last[1] > kHeavy * l[1]))
-            return;
         float sum[2] = {};
 #pragma unroll
         for (u32 i = 0; i < kCols / 4; ++i) {
