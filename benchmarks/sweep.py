@@ -65,7 +65,8 @@ class Case:
             arrays = (self.dout, self.q, self.k, self.v, self.out, self.dq, self.dk, self.dv)
             struct = BACKWARD_TENSOR if plan.map_rows else BACKWARD
             workspace = cp.empty(plan.delta_floats + plan.dq_floats, cp.float32)
-            pointers = [a.data.ptr for a in (*arrays[:5], self.lse, *arrays[5:], workspace)]
+            pointers = [a.data.ptr for a in (*arrays[:5], self.lse)] + [0]  # no dlse
+            pointers += [a.data.ptr for a in (*arrays[5:], workspace)]
             pointers.append(pointers[-1] + 4 * plan.delta_floats)
         prepared = prepare(runtime, self.problem, plan, struct, arrays)
         if task == "backward_dkv":

@@ -183,16 +183,17 @@ def attention_backward(
         dout: gradient of a loss with respect to out; shape and dtype of out, any strides.
         q, k, v: the arguments of ``attention``.
         out, lse: its results with ``return_lse=True``.
-        dlse: (B, H, Sq) gradient with respect to lse, dtype of lse, or None for zero; on the CPU only.
+        dlse: (B, H, Sq) gradient of the loss with respect to lse, in the dtype of lse, any strides; None is zero. It
+            adds dlse[b, h, i] * P[b, h, i, j], the weight of key j, to the gradient of the score of query i and key j.
         causal, scale, layout, window, softcap, deterministic, precision, device: as given to ``attention``.
 
     Returns:
         (dq, dk, dv), new C-contiguous arrays with the shapes and the dtype of q, k and v. The gradient of a key/value
-        head is summed over the query heads that share it, that of a broadcast k or v is not.
+        head is summed over the query heads that share it, that of a broadcast k or v is not. A query that sees no key
+        contributes nothing, whatever its dout and dlse are, NaN included.
 
     Raises:
         TypeError, ValueError, ImportError: as ``attention`` does.
-        NotImplementedError: dlse is given for arrays on the GPU.
 
     Example:
         >>> import numpy as np, cupyflash
@@ -200,6 +201,9 @@ def attention_backward(
         >>> out, lse = cupyflash.attention(q, k, v, return_lse=True)
         >>> dq, dk, dv = cupyflash.attention_backward(np.ones_like(out), q, k, v, out, lse)
         >>> np.allclose(dv.sum(axis=1), 5)  # every query spreads a weight of 1 over the keys
+        True
+        >>> dq, *_ = cupyflash.attention_backward(0 * out, q, k, v, out, lse, dlse=np.ones_like(lse))  # of lse.sum()
+        >>> np.allclose(dq, cupyflash.attention(q, k, k) / np.sqrt(8), atol=1e-6)  # the mean key, by the weights
         True
 
     References:
@@ -224,18 +228,21 @@ def attention_vjp(
     layout: str = "bshd",
     window: Window = None,
     softcap: float | None = 0.0,
+    return_lse: bool = False,
     deterministic: bool = False,
     precision: str | None = None,
     device: str | None = None,
-) -> tuple[Any, Callable[[Array], Any]]:
-    """``attention`` and the function that pulls a gradient of its result back to q, k and v.
+) -> tuple[Any, ...]:
+    """``attention`` and the function that pulls a gradient of its results back to q, k and v.
 
     Args:
         q, k, v, causal, scale, layout, window, softcap, deterministic, precision, device: as in ``attention``.
+        return_lse: also return lse, the log of the softmax denominators, for a loss that depends on it.
 
     Returns:
-        (out, vjp); vjp(dout) returns (dq, dk, dv) and can be called more than once. It keeps q, k, v and out,
-        not copies of them: change none of these in place before the last call.
+        (out, vjp), or with ``return_lse=True`` (out, lse, vjp). vjp(dout) and vjp(dout, dlse) return (dq, dk, dv), dlse
+        being the gradient with respect to lse as in ``attention_backward``. vjp can be called more than once. It keeps
+        q, k, v, out and lse, not copies of them: change none of these in place before the last call.
 
     Raises:
         TypeError, ValueError, ImportError: as ``attention`` does.
@@ -247,6 +254,8 @@ def attention_vjp(
         >>> dq, dk, dv = vjp(np.ones_like(out))
         >>> dq.shape == q.shape
         True
+        >>> out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True)
+        >>> dq, dk, dv = vjp(np.ones_like(out), 2e-4 * lse)  # of the loss out.sum() + 1e-4 * (lse**2).sum()
 
     References:
         Dao, FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
@@ -255,11 +264,11 @@ def attention_vjp(
     required = {"q": q, "k": k, "v": v}
     out, lse = arrays.through(forward, required, {"out": None}, options, True)
 
-    def vjp(dout: Array) -> Any:
+    def vjp(dout: Array, dlse: Array | None = None) -> Any:
         results = {"dout": dout, **required, "out": out, "lse": lse}
-        return arrays.through(backward, results, {"dlse": None}, options)
+        return arrays.through(backward, results, {"dlse": dlse}, options)
 
-    return out, vjp
+    return (out, lse, vjp) if return_lse else (out, vjp)
 
 
 def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
@@ -377,16 +386,18 @@ def backward(
     gpu = cupy.cuda.runtime.getDevice()
     q_at, k_at, v_at = q.data.ptr, k.data.ptr, v.data.ptr
     dout_at, out_at, lse_at = dout.data.ptr, out.data.ptr, lse.data.ptr
+    dlse_at, dlse_layout = (0, None) if dlse is None else (dlse.data.ptr, _layout(dlse))
     bits = (dout_at | q_at | k_at | v_at | out_at) & _ALIGNMENT_BITS
-    layouts = (_layout(dout), _layout(q), _layout(k), _layout(v), _layout(out), _layout(lse))
-    key = (gpu, options, bits, dlse is None, layouts)
+    layouts = (_layout(dout), _layout(q), _layout(k), _layout(v), _layout(out), _layout(lse), dlse_layout)
+    key = (gpu, options, bits, layouts)
     try:
         bound = _bound_backward.get(key)
     except TypeError:
         bound = None
     if bound is None:
         call = _resolve(q, k, v, options)
-        where = arrays.gpu_of(("dout", "q", "k", "v", "out", "lse"), dout, q, k, v, out, lse)
+        names = ("dout", "q", "k", "v", "out", "lse", "dlse")
+        where = arrays.gpu_of(names, dout, q, k, v, out, lse, lse if dlse is None else dlse)
         if where != gpu:
             with cupy.cuda.Device(where):
                 return backward(dout, q, k, v, out, lse, dlse, options)
@@ -400,7 +411,7 @@ def backward(
     dq_at, dk_at, dv_at = dq.data.ptr, dk.data.ptr, dv.data.ptr
     if (dq_at | dk_at | dv_at) & _ALIGNMENT_BITS:
         return _backward(bound.call, dout, q, k, v, out, lse, dlse)
-    bound.launch(dout_at, q_at, k_at, v_at, out_at, lse_at, dq_at, dk_at, dv_at)
+    bound.launch(dout_at, q_at, k_at, v_at, out_at, lse_at, dlse_at, dq_at, dk_at, dv_at)
     return dq, dk, dv
 
 
@@ -409,7 +420,8 @@ def _bind_backward(
 ) -> Bound | None:
     """The call bound to its launches, as in ``_bind_forward``."""
     _check_gradients(call, q, dout, out, lse, dlse)
-    if call.is_empty or not lse.flags.c_contiguous or not all(map(_is_addressable, (dout, q, k, v, out))):
+    rows_fit = lse.flags.c_contiguous and (dlse is None or dlse.flags.c_contiguous)
+    if call.is_empty or not rows_fit or not all(map(_is_addressable, (dout, q, k, v, out))):
         return None
     results = (call.xp.ndarray(array.shape, array.dtype) for array in (q, k, v))
     views = (_bshd(call, array) for array in (dout, q, k, v, out, *results))
@@ -426,11 +438,9 @@ def _check_gradients(call: Call, q: Array, dout: Array, out: Array, lse: Array, 
         if array is not None:
             if array.dtype != call.lse_dtype:
                 raise TypeError(
-                    f"{name} has dtype {array.dtype}; expected {np.dtype(call.lse_dtype)}, as attention returns"
+                    f"{name} has dtype {array.dtype}; expected {np.dtype(call.lse_dtype)}, that of attention's lse"
                 )
             check_shape(name, array, call.lse_shape)
-    if dlse is not None and call.place != "cpu":
-        raise NotImplementedError("dlse is supported on the CPU only; pass NumPy arrays, or dlse=None")
 
 
 def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None) -> Any:
@@ -443,8 +453,8 @@ def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array,
     dout, q, k, v, out = _operands(call, dout, q, k, v, out)
     gradients = (_bshd(call, gradient) for gradient in (dq, dk, dv))
     lse = call.xp.ascontiguousarray(lse)
-    extra = {} if dlse is None else {"dlse": dlse}
-    call.backend.backward(call.problem, dout, q, k, v, out, lse, *gradients, **extra)
+    dlse = None if dlse is None else call.xp.ascontiguousarray(dlse)
+    call.backend.backward(call.problem, dout, q, k, v, out, lse, *gradients, dlse)
     return dq, dk, dv
 
 

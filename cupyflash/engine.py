@@ -116,15 +116,18 @@ class Engine:
         dq: Array,
         dk: Array,
         dv: Array,
+        dlse: Array | None = None,
     ) -> None:
-        """Writes dq, dk and dv; arrays as in ``forward``."""
+        """Writes dq, dk and dv; arrays as in ``forward``, dlse (None: zero) as lse."""
+        address = self._runtime.address
         launch = self.bind_backward(problem, dout, q, k, v, out, dq, dk, dv)
-        launch(*map(self._runtime.address, (dout, q, k, v, out, lse, dq, dk, dv)))
+        dlse_at = 0 if dlse is None else address(dlse)
+        launch(*map(address, (dout, q, k, v, out, lse)), dlse_at, *map(address, (dq, dk, dv)))
 
     def bind_backward(self, problem: Problem, *arrays: Array) -> Callable[..., None]:
-        """The launch of ``backward`` on arrays laid out and aligned like these, all but lse, as in ``bind_forward``.
+        """The launch of ``backward`` on arrays laid out and aligned like these, as in ``bind_forward``.
 
-        It takes the addresses of dout, q, k, v, out, lse, dq, dk and dv.
+        It takes the addresses of dout, q, k, v, out, lse, dlse (0: zero), dq, dk and dv; lse and dlse are contiguous.
         """
         bits = self._pointer_bits(arrays)
         key = (problem, *(array.strides for array in arrays), bits, self._runtime.device())

@@ -35,8 +35,8 @@ class Piece:
     kv_heads: slice
 
     def of(self, name: str, array: Array) -> Array:
-        """This piece's part of a (B, S, H, D) array, or of a (B, H, Sq) lse."""
-        if name == "lse":
+        """This piece's part of a (B, S, H, D) array, or of a (B, H, Sq) lse or dlse."""
+        if name in ("lse", "dlse"):
             return array[self.batch, self.heads]
         return array[self.batch, :, self.kv_heads if name in ("k", "v", "dk", "dv") else self.heads]
 
@@ -73,13 +73,30 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Arr
 
 
 def backward(
-    problem: Problem, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dq: Array, dk: Array, dv: Array
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    dlse: Array | None = None,
 ) -> None:
-    """Writes dq, dk and dv, NumPy arrays like the others, on the current GPU."""
+    """Writes dq, dk and dv, NumPy arrays like the others, on the current GPU; dlse None is zero."""
     from . import gpu
 
+    def compute(
+        part: Problem, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *others: Array
+    ) -> None:
+        *dlse, dq, dk, dv = others
+        gpu.backward(part, dout, q, k, v, out, lse, dq, dk, dv, *dlse)
+
     operands = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    _stream(problem, operands, {"dq": dq, "dk": dk, "dv": dv}, gpu.backward)
+    operands |= {} if dlse is None else {"dlse": dlse}
+    _stream(problem, operands, {"dq": dq, "dk": dk, "dv": dv}, compute)
 
 
 def _stream(

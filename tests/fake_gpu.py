@@ -73,7 +73,14 @@ class FakeGpu(types.ModuleType):
         return self._bound(self.forward, problem, q, k, v, out, self._lse(problem))
 
     def bind_backward(self, problem, dout, q, k, v, out, dq, dk, dv):
-        return self._bound(self.backward, problem, dout, q, k, v, out, self._lse(problem), dq, dk, dv)
+        rows = self._lse(problem)
+        launch = self._bound(self.backward, problem, dout, q, k, v, out, rows, dq, dk, dv, rows)
+
+        def launch_in_the_engines_order(*addresses):
+            *operands, dlse, dq, dk, dv = addresses
+            launch(*operands, dq, dk, dv, dlse)
+
+        return launch_in_the_engines_order
 
     def _lse(self, problem):
         return self.empty((problem.batch, problem.num_heads, problem.seqlen_q))

@@ -131,8 +131,8 @@ def naive_forward(problem, q, k, v, dtype=None):
         return rounded(operand(P) @ V).swapaxes(1, 2).astype(np.float64)
 
 
-def naive_backward(problem, dout, q, k, v, dtype=None):
-    """The gradients as one would write them in ``dtype``."""
+def naive_backward(problem, dout, q, k, v, dlse=0.0, dtype=None):
+    """The gradients as one would write them in ``dtype``; dlse is (B, H, Sq) in float32."""
     compute, rounded, operand = _working(dtype or _kind(problem))
     with np.errstate(all="ignore"):
         Q, K, V, dO = (
@@ -143,16 +143,17 @@ def naive_backward(problem, dout, q, k, v, dtype=None):
         P = operand(P)
         dV = rounded(P.swapaxes(-1, -2) @ dO)
         dP = rounded(dO @ V.swapaxes(-1, -2))
-        dS = rounded(P * (dP - (P * dP).sum(axis=-1, keepdims=True)))
+        D = (P * dP).sum(axis=-1) - np.asarray(dlse, compute)
+        dS = rounded(P * (dP - D[..., None]))
         dS = operand(rounded(rounded(dS * slope) * compute(problem.scale)))
         dQ, dK = rounded(dS @ K), rounded(dS.swapaxes(-1, -2) @ Q)
         gradients = dQ, rounded(sum_groups(problem, dK)), rounded(sum_groups(problem, dV))
         return tuple(x.swapaxes(1, 2).astype(np.float64) for x in gradients)
 
 
-def _results(forward, backward, problem, q, k, v, *dout):
+def _results(forward, backward, problem, q, k, v, dout, dlse):
     """[out, lse], followed by [dq, dk, dv] if there is a dout."""
-    return [*forward(problem, q, k, v), *(backward(problem, *dout, q, k, v) if dout else ())]
+    return [*forward(problem, q, k, v), *(() if dout is None else backward(problem, dout, q, k, v, dlse))]
 
 
 @dataclass(frozen=True)
@@ -165,18 +166,20 @@ class Answer:
     naive_gradients: tuple
 
     @classmethod
-    def of(cls, problem, q, k, v, dout=None):
-        """TF32 rounds its operands, so its inputs are the rounded ones."""
-        arrays = [x for x in (q, k, v, dout) if x is not None]
+    def of(cls, problem, q, k, v, dout=None, dlse=None):
+        """TF32 rounds its operands, so its inputs are the rounded ones; dlse is no operand of a product."""
+        arrays = [q, k, v, dout]
         if _kind(problem) == "tf32":
-            arrays = [round_to_tf32(x) for x in arrays]
+            arrays = [x if x is None else round_to_tf32(x) for x in arrays]
+        arrays.append(np.zeros((problem.batch, problem.num_heads, problem.seqlen_q)) if dlse is None else dlse)
         expected = _results(reference_forward, reference_backward, problem, *arrays)
-        finite = [np.where(np.isfinite(x.astype(np.float64)), x, x.dtype.type(0)) for x in arrays]
+        finite = [x if x is None else np.where(np.isfinite(x.astype(np.float64)), x, x.dtype.type(0)) for x in arrays]
         naive = _results(lambda *x: (naive_forward(*x), 0), naive_backward, problem, *finite)
-        if any((x != y).any() for x, y in zip(finite, arrays, strict=True)):
+        if any(x is not None and (x != y).any() for x, y in zip(finite, arrays, strict=True)):
             # The naive computation knows no mask but weights of 0; how far it is off shows where all data is finite.
             near = _results(reference_forward, reference_backward, problem, *finite)
-            naive = [x + (y - z) for x, y, z in zip(expected, naive, near, strict=True)]
+            with np.errstate(invalid="ignore"):  # lse of rows that see nothing, which nobody compares with a naive one
+                naive = [x + (y - z) for x, y, z in zip(expected, naive, near, strict=True)]
         return cls(tuple(expected[:2]), naive[0], tuple(expected[2:]), tuple(naive[2:]))
 
     def assert_forward_close(self, out, lse):
@@ -244,7 +247,8 @@ def torch_is_missing():
 def torch_attention(problem, q, k, v, dout=None):
     """out of torch's scaled_dot_product_attention on the CPU in float64; with dout, (out, dq, dk, dv).
 
-    It has no softcap, and rows that see no key are its own affair: leave both out.
+    It has no softcap, and rows that see no key are its own affair: leave both out. It does not return LSE either: see
+    ``torch_lse_gradients``.
     """
     import torch
 
@@ -261,3 +265,18 @@ def torch_attention(problem, q, k, v, dout=None):
         return out.numpy().swapaxes(1, 2)
     out.backward(torch.from_numpy(by_head(dout)))
     return tuple(x.detach().numpy().swapaxes(1, 2) for x in (out, *(leaf.grad for leaf in leaves)))
+
+
+def torch_lse_gradients(problem, q, k, dlse):
+    """(dq, dk) that torch's logsumexp on the CPU in float64 gives for dlse; rows that see no key are left out of it."""
+    import torch
+
+    Q, K = leaves = [torch.from_numpy(by_head(x)).requires_grad_() for x in (q, k)]
+    S = Q @ K.repeat_interleave(problem.group, dim=1).transpose(-1, -2) * problem.scale
+    if problem.softcap:
+        S = problem.softcap * torch.tanh(S / problem.softcap)
+    visible = visible_pairs(problem)
+    rows = visible.any(axis=-1)
+    S = S.masked_fill(~torch.from_numpy(visible.copy()), -torch.inf)[:, :, torch.from_numpy(rows)]
+    torch.logsumexp(S, dim=-1).backward(torch.from_numpy(np.asarray(dlse, np.float64)[..., rows]))
+    return tuple(leaf.grad.numpy().swapaxes(1, 2) for leaf in leaves)

@@ -1,17 +1,19 @@
 """The public functions: results against float64 written out, and every error before anything is computed."""
 
+import contextlib
 import doctest
 import importlib
 import itertools
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
 from textbook import bottom_right, close, randn, textbook
 
 import cupyflash
-from cupyflash import api, streaming
+from cupyflash import api, cpu, streaming
 from cupyflash.problem import Problem
 
 DTYPES = ["float16", "float32", "float64"]
@@ -203,7 +205,9 @@ def test_backward_checks_what_forward_made():
         (ValueError, "out has shape (1, 3, 2, 8)", {"out": out[:, :3]}),
         (TypeError, "lse has dtype float64; expected float32", {"lse": lse.astype(np.float64)}),
         (ValueError, "lse has shape (1, 4, 2); expected (1, 2, 4)", {"lse": lse.swapaxes(1, 2)}),
-        (ValueError, "dlse has shape (4,)", {"dlse": lse[0, 0]}),
+        (ValueError, "dlse has shape (4,); expected (1, 2, 4)", {"dlse": lse[0, 0]}),
+        (TypeError, "dlse has dtype float64; expected float32", {"dlse": lse.astype(np.float64)}),
+        (TypeError, "dlse is a float", {"dlse": 1.0}),
         (TypeError, "lse is a NoneType", {"lse": None}),
     ]:
         with pytest.raises(error, match=re.escape(message)):
@@ -260,6 +264,27 @@ def test_vjp_is_backward():
         for gradient, array, same in zip(result, (q, k, v), expected, strict=True):
             assert gradient.shape == array.shape
             np.testing.assert_array_equal(gradient, same)
+
+
+def test_vjp_with_the_gradient_of_lse():
+    """Of lse alone, and of it beside that of out; any strides of dlse will do."""
+    q, k, v = randn(2, 5, 4, 8), randn(2, 6, 2, 8), randn(2, 6, 2, 12)
+    options = {"causal": True, "scale": -0.2, "softcap": 1.5}
+    out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True, **options)
+    for got, same in zip((out, lse), cupyflash.attention(q, k, v, return_lse=True, **options), strict=True):
+        np.testing.assert_array_equal(got, same)
+    dout, dlse = randn(*out.shape), randn(*lse.shape, seed=1)
+    for dlse_given in (None, dlse, np.repeat(dlse, 3, axis=2)[..., ::3], dlse.swapaxes(0, 2).copy().swapaxes(0, 2)):
+        expected = cupyflash.attention_backward(
+            dout, q, k, v, out, lse, dlse=None if dlse_given is None else dlse, **options
+        )
+        for gradient, same in zip(vjp(dout, dlse_given), expected, strict=True):
+            np.testing.assert_array_equal(gradient, same)
+    of_both, of_out, of_lse = vjp(dout, dlse), vjp(dout), vjp(0 * dout, dlse)
+    for both, one, other in zip(of_both, of_out, of_lse, strict=True):
+        np.testing.assert_allclose(both, one + other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=re.escape("dlse has shape (2, 5, 4); expected (2, 4, 5)")):
+        vjp(dout, dlse.swapaxes(1, 2))
 
 
 # ---- baseline, merging, and asking first
@@ -395,7 +420,10 @@ def test_an_equal_call_is_not_checked_again(gpu, monkeypatch):
         given = gpu.empty(q.shape)
         out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
         assert cupyflash.attention(q, k, v, causal=True, out=given) is given
-        return given, out, lse, *cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+        gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+        dlse = gpu.array(2 * gpu.host(lse))
+        with_dlse = cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True)
+        return given, out, lse, *gradients, *with_dlse
 
     call(randn(4, 1, 4, 2, 8))
     host = randn(4, 1, 4, 2, 8, seed=1)
@@ -403,11 +431,12 @@ def test_an_equal_call_is_not_checked_again(gpu, monkeypatch):
         for name in ("_resolve", "_check_out", "_check_gradients"):
             patches.setattr(api, name, None)
         results = call(host)
-    assert len(gpu.launches) == 6
+    assert len(gpu.launches) == 8
     assert all(problem is gpu.launches[0] for problem in gpu.launches)
     out, lse = cupyflash.attention(*host[:3], causal=True, return_lse=True)
     gradients = cupyflash.attention_backward(host[3], *host[:3], out, lse, causal=True)
-    for result, expected in zip(results, (out, out, lse, *gradients), strict=True):
+    with_dlse = cupyflash.attention_backward(host[3], *host[:3], out, lse, dlse=2 * lse, causal=True)
+    for result, expected in zip(results, (out, out, lse, *gradients, *with_dlse), strict=True):
         np.testing.assert_array_equal(gpu.host(result), expected)
 
 
@@ -445,8 +474,15 @@ def test_no_layout_is_taken_from_another_call(gpu, monkeypatch):
         out, lse = cupyflash.attention(q, k, v, return_lse=True, **option)
         np.testing.assert_array_equal(gpu.host(out), expected)
         expected = cupyflash.attention_backward(gpu.host(dout), *host, expected, expected_lse, **option)
-        for other_lse in (lse, gpu.array(gpu.host(lse).swapaxes(1, 2)).transpose(0, 2, 1)):
+        swapped_lse = gpu.array(gpu.host(lse).swapaxes(1, 2)).transpose(0, 2, 1)
+        for other_lse in (lse, swapped_lse):
             gradients = cupyflash.attention_backward(dout, q, k, v, out, other_lse, **option)
+            for gradient, right in zip(gradients, expected, strict=True):
+                np.testing.assert_array_equal(gpu.host(gradient), right)
+        host_lse = gpu.host(lse)
+        expected = cupyflash.attention_backward(gpu.host(dout), *host, gpu.host(out), host_lse, dlse=host_lse, **option)
+        for dlse in (lse, swapped_lse, gpu.array(host_lse)):
+            gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **option)
             for gradient, right in zip(gradients, expected, strict=True):
                 np.testing.assert_array_equal(gpu.host(gradient), right)
 
@@ -512,8 +548,12 @@ def test_what_only_the_gpu_refuses(gpu):
         cupyflash.attention(q[:, :3], gpu.array(host), gpu.array(host), out=q[:, 1:])
     out, lse = cupyflash.attention(q, q, q, return_lse=True)
     cupyflash.attention_backward(out, q, q, q, out, lse)
-    with pytest.raises(NotImplementedError, match="dlse"):
-        cupyflash.attention_backward(out, q, q, q, out, lse, dlse=lse)
+    with pytest.raises(TypeError, match=re.escape("dlse in CPU memory (NumPy) but dout, q, k, v, out, lse on the GPU")):
+        cupyflash.attention_backward(out, q, q, q, out, lse, dlse=gpu.host(lse))
+    with pytest.raises(ValueError, match=r"lse on GPU 0, dlse on GPU 1"):
+        cupyflash.attention_backward(out, q, q, q, out, lse, dlse=gpu.array(gpu.host(lse), device=1))
+    with pytest.raises(ValueError, match=r"dlse has shape \(1, 2, 3\); expected \(1, 2, 4\)"):
+        cupyflash.attention_backward(out, q, q, q, out, lse, dlse=lse[..., :3])
     assert len(gpu.launches) == 2
     assert cupyflash.supported(double, double, double)[0] is False
 
@@ -536,6 +576,29 @@ def test_pieces_are_the_whole(batch, kv_heads):
     expected = cupyflash.attention(q, k, v, causal=True, return_lse=True)
     close(out, expected[0], "float32")
     close(lse, expected[1], "float32")
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 2), (7, 2)])
+def test_gradients_of_pieces_are_the_whole(monkeypatch, batch, kv_heads, has_dlse):
+    """Each array goes to its place, piece by piece; the GPU's part is computed by the CPU."""
+
+    class HostLane(contextlib.nullcontext):
+        stream = property(lambda self: self)
+        load = result = staticmethod(lambda host: host)
+        store = finish = synchronize = staticmethod(lambda: None)
+
+    monkeypatch.setattr(streaming, "_Lane", HostLane)
+    monkeypatch.setattr(streaming.arrays, "require_gpu", lambda who: None)
+    monkeypatch.setitem(sys.modules, "cupyflash.gpu", cpu)
+    monkeypatch.setattr(cupyflash, "gpu", cpu, raising=False)
+    q, k = randn(batch, 6, 2 * kv_heads, 8), randn(batch, 9, kv_heads, 8)
+    out, lse, vjp = cupyflash.attention_vjp(q, k, k, window=(5, 1), return_lse=True)
+    dout, dlse = randn(*q.shape, seed=1), randn(*lse.shape, seed=2) if has_dlse else None
+    options = {"window": (5, 1), "device": "cuda", "dlse": dlse}
+    gradients = cupyflash.attention_backward(dout, q, k, k, out, lse, **options)
+    for gradient, expected in zip(gradients, vjp(dout, dlse), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_large_problems_are_cut_finer():
@@ -567,10 +630,11 @@ def test_streaming(batch, heads):
     expected, expected_lse = cupyflash.attention(q, k, k, causal=True, return_lse=True)
     close(out, expected, "float16")
     close(lse, expected_lse, "float16")
-    gradients = cupyflash.attention_backward(out, view, k, k, out, lse, causal=True, device="cuda")
-    same = cupyflash.attention_backward(expected, q, k, k, expected, expected_lse, causal=True)
-    for gradient, cpu_gradient in zip(gradients, same, strict=True):
-        close(gradient, cpu_gradient, "float16")
+    for dlse in (None, randn(*lse.shape, seed=1)):
+        gradients = cupyflash.attention_backward(out, view, k, k, out, lse, dlse=dlse, causal=True, device="cuda")
+        same = cupyflash.attention_backward(expected, q, k, k, expected, expected_lse, dlse=dlse, causal=True)
+        for gradient, cpu_gradient in zip(gradients, same, strict=True):
+            close(gradient, cpu_gradient, "float16")
 
 
 @pytest.mark.gpu

@@ -83,10 +83,10 @@ def forward(runtime_or_engine, q, k, v, out, lse=None, **options):
     engine.forward(Problem.of(q, k, v, **options), q, k, v, out, lse)
 
 
-def backward(engine, q, k, v, out, **options):
+def backward(engine, q, k, v, out, dlse=None, **options):
     dout, dq, dk, dv = (aligned(x.shape, x.dtype) for x in (out, q, k, v))
     lse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-    engine.backward(Problem.of(q, k, v, **options), dout, q, k, v, out, lse, dq, dk, dv)
+    engine.backward(Problem.of(q, k, v, **options), dout, q, k, v, out, lse, dq, dk, dv, dlse)
     return dout, lse, dq, dk, dv
 
 
@@ -248,6 +248,24 @@ def test_parameters_of_the_backward(runtime):
 def test_no_lse_is_a_null_pointer(runtime):
     forward(runtime, *arrays())
     assert fields(FORWARD, runtime.launches[0][2])["lse"] == 0
+
+
+@pytest.mark.parametrize("family", ["mma", "simt", "wgmma"])
+def test_no_gradient_of_lse_is_a_null_pointer(runtime, hopper, family):
+    """What is prepared serves calls with it and calls without."""
+    noting, given, struct = (runtime, {}, BACKWARD)
+    if family == "wgmma":
+        noting, given, struct = (hopper, {"backward": HOPPER_BACKWARD}, BACKWARD_TENSOR)
+    same, four = Engine(noting, given), arrays(dtype=np.float32 if family == "simt" else np.float16)
+    dlse = aligned((2, 4, 100), np.float32)
+    for given_dlse, address in ((None, 0), (dlse, dlse.ctypes.data), (None, 0)):
+        noting.launches.clear()
+        _, lse, dq, _, _ = backward(same, *four, dlse=given_dlse)
+        assert f"backward_{family}" in [name for name, *_ in noting.launches]
+        for *_, data in noting.launches:
+            packed = fields(struct, data)
+            assert [packed[name] for name in ("lse", "dlse", "dq")] == [lse.ctypes.data, address, dq.ctypes.data]
+    assert len(same._prepared) == 1
 
 
 # ---- grids and sections

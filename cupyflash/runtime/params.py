@@ -128,6 +128,7 @@ BACKWARD = ParamStruct(
         ("v", "const Element*"),
         ("out", "const Element*"),
         ("lse", "const float*"),
+        ("dlse", "const float*"),  # null: zero
         ("dq", "Element*"),
         ("dk", "Element*"),
         ("dv", "Element*"),

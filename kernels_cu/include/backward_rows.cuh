@@ -1,12 +1,20 @@
-// What the backward needs of every query row before its main kernel: delta = sum over dims of O * dO (fp32).
+// What the backward needs of every query row before its main kernel: delta = sum over dims of O * dO, minus dLSE (fp32).
+// With that all kernels have the gradient of LSE too: its derivative by S is P, so that dS = P (dP - D + dLSE).
 #pragma once
 #include "platform/convert.cuh"
 #include "platform/cp_async.cuh"
+#include "platform/math.cuh"
 #include "platform/thread.cuh"
 #include "query_tile.cuh"
 #include "traits.cuh"
 
 constexpr u32 kLanesPerRow = 8;
+
+/// The gradient of a row's LSE. A row that saw nothing has none: its P are 0, and 0 x NaN would be NaN.
+template <typename Params>
+DEVICE float row_dlse(const Params& params, i64 row) {
+    return params.dlse == nullptr || params.lse[row] == -infinity() ? 0.0f : params.dlse[row];
+}
 
 /// One query tile of one head; all threads of the block, kBlockThreads.
 template <u32 kBlockThreads = kThreads, typename Params>
@@ -16,7 +24,7 @@ DEVICE void prepare_rows(const Params& params) {
     const QueryTile tile(params);
     const Element* out = params.out + tile.batch * params.out_batch_stride + tile.head * params.out_head_stride;
     const Element* dout = params.dout + tile.batch * params.dout_batch_stride + tile.head * params.dout_head_stride;
-    float* delta = params.delta + (static_cast<i64>(tile.batch) * params.num_heads + tile.head) * params.seqlen_q;
+    const i64 first_row = (static_cast<i64>(tile.batch) * params.num_heads + tile.head) * params.seqlen_q;
 
     const u32 lane = thread_index() % kLanesPerRow;
     for (u32 row = thread_index() / kLanesPerRow; row < kBr; row += kBlockThreads / kLanesPerRow) {
@@ -41,6 +49,6 @@ DEVICE void prepare_rows(const Params& params) {
         for (u32 mask = 1; mask < kLanesPerRow; mask *= 2)
             sum += shuffle_xor(sum, mask);
         if (lane == 0 && query < params.seqlen_q)
-            delta[query] = sum;
+            params.delta[first_row + query] = sum - row_dlse(params, first_row + query);
     }
 }

@@ -21,7 +21,8 @@ DEVICE float probability(float score, float unit, float lse) {
 }
 
 // fp16 ends at 65504, and dS may pass it: such tiles are rounded and multiplied divided by 2^24, a power of two above any
-// possible |dS| / 65504 with head dims up to 256 (|dP| <= 256 * 65504^2 < 2^40).
+// possible |dS| / 65504 with head dims up to 256 (|dP| <= 256 * 65504^2 < 2^40). A dLSE beyond 2^40 makes gradients that fp16
+// cannot hold in any case.
 constexpr bool kMayOverflow = CF_ELEMENT_MAX < 1e5f;
 constexpr float kOverflowAbove = 32768.0f;
 constexpr float kShrinkFactor = 1.0f / (1 << 24);
