@@ -13,6 +13,7 @@ from backends import EmulatedBackend, Guarded
 from oracles import DTYPES, Answer, assert_bitwise
 
 from cupyflash.problem import Problem
+from cupyflash.reference import reference_forward
 from cupyflash.resources import KNOWN_GPUS, Limits
 from cupyflash.tiles import TASKS, TileConfig
 
@@ -130,13 +131,13 @@ class Case:
     numbers: str = "normal"  # a key of NUMBERS
     layout: str = "bordered"  # a key of LAYOUTS
     gradients: tuple = ("dq", "dk", "dv")  # that are compared
+    dlse: str = field(default="", kw_only=True)  # a key of DLSE; empty: there is none
     l2: str = field(default="", kw_only=True)
 
     def __str__(self):
         words = [self.kind, self.options, "x".join(map(str, self.shape)), self.l2]
-        return ", ".join(
-            filter(None, words + [x for x in (self.numbers, self.layout) if x not in ("normal", "bordered")])
-        )
+        words += [x for x in (self.numbers, self.layout) if x not in ("normal", "bordered")]
+        return ", ".join(filter(None, [*words, self.dlse]))
 
 
 # ---- numbers
@@ -255,6 +256,26 @@ NUMBERS = {
         nan_in_a_few_values,
     )
 }
+
+
+# ---- gradients of LSE; lse is the right one
+
+
+def finite_dlse(dlse, lse):
+    pass
+
+
+def hidden_dlse(dlse, lse):
+    """Rows that attend to nothing: their gradient is 0 whatever is said of their LSE."""
+    dlse[np.isneginf(lse)] = np.nan
+
+
+def nan_in_dlse(dlse, lse):
+    """In the last row of the first head, and in no other."""
+    dlse[0, 0, -1] = np.nan
+
+
+DLSE = {f.__name__.replace("_", " "): f for f in (finite_dlse, hidden_dlse, nan_in_dlse)}
 
 
 HIDDEN = [name for name in NUMBERS if name.startswith("hidden")]
@@ -486,6 +507,28 @@ CASES = {
         *(Case(kind, "causal", (140, 140), "infinite keys", gradients=("dk", "dv")) for kind in BACKWARD_HOPPER),
         Case("backward hopper", "causal", (140, 230, 2, 4, 2), layout="heads first aligned"),
         Case("backward hopper", "causal", (140, 230, 2, 2, 1), layout="tight"),
+        # Gradients of LSE, in every kernel that has delta: heads that share keys, rows that see nothing, and NaN.
+        *(
+            Case(kind, options, shape, dlse=dlse)
+            for kind, options, shape in (
+                ("half", "causal", (70, 33, 2, 4, 2)),
+                ("half", "softcap", (67, 67, 1, 4, 1)),
+                ("half", "deterministic window", (96, 64, 2, 2, 1)),
+                ("bfloat", "causal", (130, 70, 1, 2, 1)),
+                ("tf32", "causal", (97, 40, 1, 2, 1)),
+                ("float", "causal", (130, 65, 2, 4, 2)),
+                ("float", "deterministic causal", (97, 70, 2, 2, 1)),
+                ("float staged", "window", (99, 66)),
+                *((kind, "causal", (300, 150, 2, 4, 2)) for kind in BACKWARD_HOPPER),
+            )
+            for dlse in DLSE
+        ),
+        Case("backward hopper", "softcap", (130, 150, 1, 4, 1), dlse="finite dlse"),
+        *(
+            Case(kind, "causal", (140, 140), "infinite keys", gradients=("dk", "dv"), dlse="hidden dlse")
+            for kind in ("half", "float", "backward hopper")
+        ),
+        Case("half", "causal", (35, 70, 2, 2, 1), layout="tight", dlse="finite dlse"),
     )
 }
 
@@ -495,7 +538,7 @@ CASES = {
 
 @functools.lru_cache(maxsize=8)
 def prepared(name):
-    """(problem, q, k, v, dout, the right answer) of a case."""
+    """(problem, q, k, v, dout, dlse, the right answer) of a case."""
     case = CASES[name]
     kind = KINDS[case.kind]
     Sq, Sk, B, H, Hk = (*case.shape, 1, 2, 1)[:5] if len(case.shape) == 2 else case.shape
@@ -508,8 +551,12 @@ def prepared(name):
     problem = Problem.of(*rounded[:3], **options)
     NUMBERS[case.numbers](problem, *numbers)
     q, k, v, dout = (LAYOUTS[case.layout](x.astype(DTYPES[kind.dtype])) for x in numbers)
-    answer = Answer.of(problem, q, k, v, dout if case.gradients else None)
-    return problem, q, k, v, dout, answer
+    dlse = None
+    if case.dlse:
+        dlse = rng.standard_normal((B, H, Sq)).astype(np.float32)
+        DLSE[case.dlse](dlse, reference_forward(problem, q, k, v)[1])
+    answer = Answer.of(problem, q, k, v, dout if case.gradients else None, dlse)
+    return problem, q, k, v, dout, dlse, answer
 
 
 def run(name, schedules=SCHEDULES, **runtime):
@@ -523,7 +570,7 @@ def run(name, schedules=SCHEDULES, **runtime):
 def run_on(backends, name):
     """The case on each of these backends, which agree in every bit."""
     case = CASES[name]
-    problem, q, k, v, dout, answer = prepared(name)
+    problem, q, k, v, dout, dlse, answer = prepared(name)
     first = None
     for backend in backends:
         backend.max_head_dim = backend.max_scores = None
@@ -536,7 +583,7 @@ def run_on(backends, name):
         if case.gradients:
             if case.numbers == "steep":  # as another kernel may have rounded it; still no weight is above 1
                 lse = np.nextafter(np.nextafter(lse, np.float32(0)), np.float32(0))
-            gradients = backend.backward(problem, dout, q, k, v, out, lse)
+            gradients = backend.backward(problem, dout, q, k, v, out, lse, dlse)
             answer.assert_gradients_close(gradients, case.gradients)
             if problem.deterministic:
                 results += gradients

@@ -29,6 +29,20 @@ def test_forward_and_backward(dtype):
 
 
 @needs_compiler
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradient_of_lse(dtype, deterministic):
+    q, k, v = qkv(2, 20, 15, 4, 2, 24, dtype)
+    dout, dlse = randn(*q.shape, dtype=dtype, seed=8), randn(2, 4, 20, seed=9)
+    options = {"causal": True, "deterministic": deterministic}
+    answer = Answer.of(Problem.of(q, k, v, **options), q, k, v, dout, dlse)
+    out, lse, vjp = cupyflash.attention_vjp(q, k, v, return_lse=True, device="emulated", **options)
+    answer.assert_forward_close(out, lse)
+    answer.assert_gradients_close(vjp(dout, dlse))
+    answer.assert_gradients_close(vjp(dout, np.repeat(dlse, 2, axis=2)[..., ::2]))
+
+
+@needs_compiler
 def test_what_kernels_cannot_address_is_copied():
     q, k, v = qkv(1, 20, 35, 4, 2, 24)
     expected = cupyflash.attention(q, k, v, device="emulated")

@@ -12,6 +12,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from oracles import (
     DTYPES,
+    Answer,
     assert_bitwise,
     assert_close,
     assert_lse_close,
@@ -540,15 +541,134 @@ def test_case_37_lse_of_every_head_and_row(backend):
         check(backend, Problem.of(q, k, v), q, k, v, gradients=False)
 
 
-def test_gradient_of_lse(backend):
-    q, k, v = qkv(2, 30, 50, 4, 2, 16)
-    problem = Problem.of(q, k, v, causal=True, softcap=2.0)
+# ---- the gradient of LSE
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"window": (9, 3), "scale": -0.4}])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradient_of_lse(backend, dtype, options, deterministic):
+    """Beside that of out; the first rows of a causal mask see nothing."""
+    q, k, v = qkv(1, 50, 35, 4, 2, 16, dtype)
+    problem = Problem.of(q, k, v, deterministic=deterministic, **options)
     out, lse = backend.forward(problem, q, k, v)
-    dout, dlse = randn(*out.shape, seed=8), randn(*lse.shape, seed=9)
+    dout, dlse = randn(*out.shape, dtype=dtype, seed=8), randn(*lse.shape, seed=9)
     gradients = backend.backward(problem, dout, q, k, v, out, lse, dlse)
-    expected = reference_backward(problem, dout, q, k, v, dlse)
-    for got, want, naive in zip(gradients, expected, naive_backward(problem, dout, q, k, v), strict=True):
-        assert_close(got, want, np.where(np.isfinite(naive), want, naive), "gradient")
+    Answer.of(problem, q, k, v, dout, dlse).assert_gradients_close(gradients)
+    if deterministic:
+        for first, again in zip(gradients, backend.backward(problem, dout, q, k, v, out, lse, dlse), strict=True):
+            assert_bitwise(again, first)
+
+
+def test_gradient_of_lse_where_all_scores_are_equal(backend):
+    """All that a query sees weighs the same, so lse = log(keys seen) + the mean score: gradients are means."""
+    Sq, Sk, D = 40, 30, 16
+    q, k, v = qkv(1, Sq, Sk, 4, 2, D)
+    problem = Problem.of(q, k, v, causal=True)
+    dout, dlse = constant(q.shape, 0), randn(1, 4, Sq, seed=9)
+    seen = np.tri(Sq, Sk, Sk - Sq)
+    weights = seen / np.maximum(seen.sum(axis=1, keepdims=True), 1)
+
+    zero = constant(q.shape, 0)
+    dq, dk, dv = backend.backward(problem, dout, zero, k, v, *backend.forward(problem, zero, k, v), dlse)
+    mean_key = np.einsum("ij,bjhd->bihd", weights, k.repeat(2, axis=2))
+    np.testing.assert_allclose(dq, dlse.swapaxes(1, 2)[..., None] * mean_key / math.sqrt(D), rtol=1e-5, atol=1e-6)
+    assert (dk == 0).all()
+    assert (dv == 0).all()
+
+    zero = constant(k.shape, 0)
+    dq, dk, dv = backend.backward(problem, dout, q, zero, v, *backend.forward(problem, q, zero, v), dlse)
+    of_head = np.einsum("bhi,ij,bihd->bjhd", dlse, weights, q) / math.sqrt(D)
+    np.testing.assert_allclose(dk, of_head.reshape(1, Sk, 2, 2, D).sum(axis=3), rtol=1e-5, atol=1e-6)
+    assert (dq == 0).all()
+    assert (dv == 0).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_gradient_of_lse_is_a_slope(backend, softcap):
+    """Central differences in float64 of NumPy's own log-sum-exp."""
+    q, k, v = qkv(1, 20, 33, 2, 1, 8)
+    problem = Problem.of(q, k, v, window=(12, 2), softcap=softcap)
+    dlse = randn(1, 2, 20, seed=9)
+
+    def loss(q, k):
+        S = np.einsum("bihd,bjhd->bhij", q, k.repeat(2, axis=2)) / math.sqrt(8)
+        S = softcap * np.tanh(S / softcap) if softcap else S
+        return (np.logaddexp.reduce(np.where(visible_pairs(problem), S, -np.inf), axis=-1) * dlse).sum()
+
+    out, lse = backend.forward(problem, q, k, v)
+    dq, dk, dv = backend.backward(problem, constant(q.shape, 0), q, k, v, out, lse, dlse)
+    assert (dv == 0).all()
+    q, k = q.astype(np.float64), k.astype(np.float64)
+    for seed in range(5):
+        along_q, along_k = (randn(*x.shape, dtype="float64", seed=20 + seed) for x in (q, k))
+        slope_q = (loss(q + 1e-5 * along_q, k) - loss(q - 1e-5 * along_q, k)) / 2e-5
+        slope_k = (loss(q, k + 1e-5 * along_k) - loss(q, k - 1e-5 * along_k)) / 2e-5
+        np.testing.assert_allclose((dq * along_q).sum(), slope_q, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose((dk * along_k).sum(), slope_k, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradients_through_merging_are_those_of_the_whole(backend, dtype):
+    """Attention over two halves of the keys, merged: its lse and its out lead back to both halves (ring attention)."""
+    q, k, v = qkv(1, 37, 60, 4, 2, 16, dtype)
+    dout, dlse = randn(*q.shape, dtype=dtype, seed=8), randn(1, 4, 37, seed=9)
+    halves = [(k[:, :23], v[:, :23]), (k[:, 23:], v[:, 23:])]
+    parts = [backend.forward(Problem.of(q, *half), q, *half) for half in halves]
+    (out_a, lse_a), (out_b, lse_b) = ((out.astype(np.float64), lse.astype(np.float64)) for out, lse in parts)
+
+    # out = a out_a + (1 - a) out_b and lse = lse_b + log(1 + exp(lse_a - lse_b)), a = sigmoid(lse_a - lse_b)
+    a = 1 / (1 + np.exp(lse_b - lse_a))
+    along = ((out_a - out_b) * dout).sum(axis=-1).swapaxes(1, 2) * a * (1 - a)
+    dq, dk, dv = 0, [], []
+    for half, part, weight, sign in zip(halves, parts, (a, 1 - a), (1, -1), strict=True):
+        part_dout = (weight.swapaxes(1, 2)[..., None] * dout).astype(q.dtype)
+        part_dlse = (weight * dlse + sign * along).astype(np.float32)
+        gradients = backend.backward(Problem.of(q, *half), part_dout, q, *half, *part, part_dlse)
+        dq = dq + gradients[0].astype(np.float64)
+        dk.append(gradients[1])
+        dv.append(gradients[2])
+    whole = Answer.of(Problem.of(q, k, v), q, k, v, dout, dlse)
+    whole.assert_gradients_close((dq, np.concatenate(dk, axis=1), np.concatenate(dv, axis=1)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gradient_of_lse_where_nothing_is_seen(backend, dtype, poison, deterministic):
+    """D3: rows without a key contribute nothing, whatever their dlse and their dout are."""
+    q, k, v = qkv(1, 40, 25, 2, 1, 16, dtype)
+    problem = Problem.of(q, k, v, causal=True, deterministic=deterministic)
+    out, lse = backend.forward(problem, q, k, v)
+    dout, dlse = randn(*out.shape, dtype=dtype, seed=8), randn(*lse.shape, seed=9)
+    dout[:, :15], dlse[..., :15] = 0, 0
+    clean = Answer.of(problem, q, k, v, dout, dlse)
+    dlse[..., :15] = poison
+    for unseen in (0, poison):
+        dout[:, :15] = unseen
+        dq, dk, dv = backend.backward(problem, dout, q, k, v, out, lse, dlse)
+        assert (dq[:, :15] == 0).all()
+        clean.assert_gradients_close((dq, dk, dv))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_in_the_gradient_of_lse_shows(backend, dtype, deterministic):
+    """D4: in dq of its row, in dk of what the row sees, and nowhere else; dv does not depend on it."""
+    q, k, v = qkv(2, 40, 40, 2, 2, 16, dtype)
+    problem = Problem.of(q, k, v, causal=True, deterministic=deterministic)
+    out, lse = backend.forward(problem, q, k, v)
+    dout, dlse = randn(*out.shape, dtype=dtype, seed=8), randn(*lse.shape, seed=9)
+    clean = backend.backward(problem, dout, q, k, v, out, lse, dlse)
+    dlse[1, 0, 17] = np.nan
+    dq, dk, dv = backend.backward(problem, dout, q, k, v, out, lse, dlse)
+    expected_dq, expected_dk = np.zeros(dq.shape, bool), np.zeros(dk.shape, bool)
+    expected_dq[1, 17, 0], expected_dk[1, :18, 0] = True, True
+    np.testing.assert_array_equal(np.isnan(dq), expected_dq)
+    np.testing.assert_array_equal(np.isnan(dk), expected_dk)
+    for got, want in zip((dq, dk, dv), clean, strict=True):
+        got, want = got.astype(np.float64), want.astype(np.float64)
+        np.testing.assert_allclose(np.where(np.isnan(got), want, got), want, rtol=1e-2, atol=1e-5)
 
 
 # ---- shapes

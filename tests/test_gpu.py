@@ -13,7 +13,7 @@ import emulated_cases
 import numpy as np
 import pytest
 from backends import GpuBackend
-from oracles import DTYPES, assert_close, assert_lse_close, naive_backward, naive_forward
+from oracles import DTYPES, Answer, assert_close, assert_lse_close, naive_backward, naive_forward
 
 import cupyflash
 from cupyflash import dispatch, heuristics
@@ -80,10 +80,10 @@ def on_host(B, Sq, Sk, H, Hk, D, dtype="float16", seed=0):
     return [randn(*shape, dtype=dtype, seed=4 * seed + n) for n, shape in enumerate(shapes)]
 
 
-def both(q, k, v, dout, deterministic=True, **options):
+def both(q, k, v, dout, deterministic=True, dlse=None, **options):
     """(out, lse, dq, dk, dv)."""
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
-    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
     return out, lse, *gradients
 
 
@@ -106,6 +106,50 @@ def assert_right(results, arrays, precision=None, **options):
     expected, naive = reference_backward(p, dout, q, k, v), naive_backward(p, dout, q, k, v)
     for name, *three in zip(("dq", "dk", "dv"), gradients, expected, naive, strict=True):
         assert_close(*three, kind="gradient", what=name)
+
+
+# ---- the gradient of LSE
+
+
+@every_kind
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20), "softcap": 5.0}])
+def test_gradient_of_lse(dtype, precision, deterministic, D, options):
+    """Bound calls with it, in both strides, and without it take turns; the first rows of a causal mask see nothing."""
+    host = on_host(2, 515, 390, 4, 2, D, dtype)
+    dlse = randn(2, 4, 515, dtype="float32", seed=9)
+    if options.get("causal"):
+        dlse[..., : 515 - 390] = np.nan
+    arrays, transposed = [to_gpu(x) for x in host], to_gpu(dlse.swapaxes(1, 2)).swapaxes(1, 2)
+    answers = [Answer.of(Problem.of(*host[:3], precision=precision, **options), *host, x) for x in (None, dlse)]
+    for given, answer in [(None, answers[0]), (to_gpu(dlse), answers[1]), (transposed, answers[1])] * 2:
+        results = both(*arrays, deterministic=deterministic, dlse=given, precision=precision, **options)
+        answer.assert_gradients_close([to_host(x) for x in results[2:]])
+
+
+@every_kind
+def test_gradients_through_merging_are_those_of_the_whole(dtype, precision):
+    """Two parts of the keys, by the derivatives of what ``merge_attention`` computes."""
+    host = on_host(2, 300, 515, 4, 2, 64, dtype)
+    q, k, v = map(to_gpu, host[:3])
+    dlse = randn(2, 4, 300, dtype="float32", seed=9)
+    parts = [slice(0, 200), slice(200, None)]
+    calls = [cupyflash.attention_vjp(q, k[:, part], v[:, part], return_lse=True, precision=precision) for part in parts]
+    outs, lses = [to_host(call[0]).astype(np.float64) for call in calls], [to_host(call[1]) for call in calls]
+    weights = [np.exp(lse - np.logaddexp(*lses)) for lse in lses]
+    along = ((outs[0] - outs[1]) * host[3]).sum(axis=-1).swapaxes(1, 2) * weights[0] * weights[1]
+    gradients = [
+        vjp(
+            to_gpu((weight.swapaxes(1, 2)[..., None] * host[3].astype(np.float32)).astype(host[3].dtype)),
+            to_gpu((weight * dlse + sign * along).astype(np.float32)),
+        )
+        for (_, _, vjp), weight, sign in zip(calls, weights, (1, -1), strict=True)
+    ]
+    (dq_a, *first), (dq_b, *second) = ([to_host(x) for x in three] for three in gradients)
+    dk, dv = (np.concatenate(pair, axis=1) for pair in zip(first, second, strict=True))
+    answer = Answer.of(Problem.of(*host[:3], precision=precision), *host, dlse)
+    answer.assert_gradients_close((dq_a.astype(np.float32) + dq_b.astype(np.float32), dk, dv))
 
 
 # ---- memory
@@ -479,10 +523,10 @@ def test_hoppers_backward_with_many_tiles(on_hopper, dtype, D, Dv, config, optio
     if p.softcap:
         config = dataclasses.replace(config, Br=64, values_in_registers=False)
     backend = GpuBackend({"backward": config})
-    got = backend.backward(p, dout, q, k, v, *backend.forward(p, q, k, v))
-    expected, naive = reference_backward(p, dout, q, k, v), naive_backward(p, dout, q, k, v)
-    for name, *three in zip(("dq", "dk", "dv"), got, expected, naive, strict=True):
-        assert_close(*three, kind="gradient", what=name)
+    results = backend.forward(p, q, k, v)
+    for dlse in (None, randn(*results[1].shape, dtype="float32", seed=11)):
+        answer = Answer.of(p, q, k, v, dout, dlse)
+        answer.assert_gradients_close(backend.backward(p, dout, q, k, v, *results, dlse))
 
 
 # ---- sizes and addresses

@@ -5,7 +5,7 @@ import importlib
 
 import numpy as np
 import pytest
-from oracles import assert_same_strangeness, onnx_attention, torch_attention, torch_is_missing
+from oracles import assert_same_strangeness, onnx_attention, torch_attention, torch_is_missing, torch_lse_gradients
 
 from cupyflash.problem import Problem
 from cupyflash.reference import reference_backward, reference_forward
@@ -57,18 +57,31 @@ def test_forward_and_backward_agree_with_torch(shape, options):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.skipif(bool(torch_is_missing()), reason=torch_is_missing())
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradient_of_lse_agrees_with_torch(shape, options):
+    problem, q, k, v = inputs(shape, **options)
+    out, lse = reference_forward(problem, q, k, v)
+    dlse = randn(*lse.shape, seed=5)
+    dq, dk, dv = reference_backward(problem, np.zeros(out.shape), q, k, v, dlse)
+    for got, want in zip((dq, dk), torch_lse_gradients(problem, q, k, dlse), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+    assert (dv == 0).all()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_backward_agrees_with_finite_differences(shape, options):
     problem, *arrays = inputs(shape, **options)
     out, lse = reference_forward(problem, *arrays)
     dout = randn(*out.shape, seed=4)
-    dlse = np.where(np.isneginf(lse), 0, randn(*lse.shape, seed=5))
+    dlse = np.where(np.isneginf(lse), np.nan, randn(*lse.shape, seed=5))  # D3: where there is none, NaN is nothing
     gradients = reference_backward(problem, dout, *arrays, dlse)
 
     def loss(*arrays):
         out, lse = reference_forward(problem, *arrays)
-        return (out * dout).sum() + (np.where(np.isneginf(lse), 0, lse) * dlse).sum()
+        return (out * dout).sum() + (lse * dlse)[np.isfinite(lse)].sum()
 
     for position, gradient in enumerate(gradients):
         assert gradient.shape == arrays[position].shape

@@ -26,6 +26,8 @@ CASES = [
     "tf32, plain, 33x65x2x2x1",
     "float, causal, 65x130",
     "float, deterministic causal, 70x70",
+    "half, causal, 70x33x2x4x2, finite dlse",
+    "backward hopper, causal, 300x150x2x4x2, hidden dlse",
 ]
 
 
