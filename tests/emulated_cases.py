@@ -265,6 +265,11 @@ def finite_dlse(dlse, lse):
     pass
 
 
+def scaled_dlse(dlse, lse):
+    """As a loss scale makes it: dS beyond float16 in some rows; with numbers as in overflow no gradient is."""
+    dlse[..., ::3] *= 1e6
+
+
 def hidden_dlse(dlse, lse):
     """Rows that attend to nothing: their gradient is 0 whatever is said of their LSE."""
     dlse[np.isneginf(lse)] = np.nan
@@ -275,7 +280,7 @@ def nan_in_dlse(dlse, lse):
     dlse[0, 0, -1] = np.nan
 
 
-DLSE = {f.__name__.replace("_", " "): f for f in (finite_dlse, hidden_dlse, nan_in_dlse)}
+DLSE = {f.__name__.replace("_", " "): f for f in (finite_dlse, scaled_dlse, hidden_dlse, nan_in_dlse)}
 
 
 HIDDEN = [name for name in NUMBERS if name.startswith("hidden")]
@@ -521,9 +526,13 @@ CASES = {
                 ("float staged", "window", (99, 66)),
                 *((kind, "causal", (300, 150, 2, 4, 2)) for kind in BACKWARD_HOPPER),
             )
-            for dlse in DLSE
+            for dlse in ("finite dlse", "hidden dlse", "nan in dlse")
         ),
         Case("backward hopper", "softcap", (130, 150, 1, 4, 1), dlse="finite dlse"),
+        *(
+            Case(kind, options, (70, 130), "overflow", dlse="scaled dlse")
+            for kind, options in (("half", "causal"), ("half", "deterministic"), ("backward hopper", "causal"))
+        ),
         *(
             Case(kind, "causal", (140, 140), "infinite keys", gradients=("dk", "dv"), dlse="hidden dlse")
             for kind in ("half", "float", "backward hopper")
