@@ -156,8 +156,8 @@ def plan_backward(
     Args:
         vector_bytes, mappable: as in ``plan_forward``, of all arrays and of dout, q, k and v.
     """
-    summed = not problem.deterministic and bool(heuristics.candidates("backward", problem, limits))
-    task: Task = "backward" if summed else "backward_dkv"
+    task = _backward_task(problem, limits, given, mappable and vector_bytes == 16)
+    summed = task == "backward"
     config, origin = choose(task, problem, limits, given, mappable and vector_bytes == 16)
     main = _kernel(task, config, problem, vector_bytes, limits)
     wgmma = config.family == "wgmma"
@@ -172,19 +172,21 @@ def plan_backward(
     if summed and config.family == "simt":
         return Plan(((rows, query_blocks), (main, key_blocks)), delta_floats, 0, section, ((task, config, origin),))
     if summed:
-        dq_floats = config.Br * resources.dq_sum_columns(config, problem)
-        last = replace(
-            main,
-            name="backward_dq_store",
-            threads=config.threads - 128 if wgmma else config.threads,
-            shared_bytes=dq_floats * problem.itemsize,
+        tile_bytes = resources.dq_floats(config, problem) * problem.itemsize
+        threads = config.threads - 128 if wgmma else config.threads
+        last = replace(main, name="backward_dq_store", threads=threads, shared_bytes=tile_bytes)
+        launches = (
+            (rows, query_blocks),
+            (main, min(key_blocks, limits.sm_count) if wgmma else key_blocks),
+            (last, query_blocks),
         )
         return Plan(
-            ((rows, query_blocks), (main, key_blocks), (last, query_blocks)),
+            launches,
             delta_floats,
-            query_blocks * dq_floats,
+            query_blocks * resources.dq_floats(config, problem),
             section,
             ((task, config, origin),),
+            dynamic=wgmma,
             map_rows=(config.Br, config.Br, config.Bc, config.Bc) if wgmma else (),
         )
     dq_config, dq_origin = choose("backward_dq", problem, limits, given)
@@ -196,6 +198,19 @@ def plan_backward(
         section,
         ((task, config, origin), ("backward_dq", dq_config, dq_origin)),
     )
+
+
+def _backward_task(problem: Problem, limits: Limits, given: Given | None, mappable: bool) -> Task:
+    """Whether one kernel computes all gradients, or one dK and dV and another one dQ."""
+    for task in ("backward", "backward_dkv"):
+        if (
+            given
+            and task in given
+            and (not problem.deterministic or task == "backward_dkv" or given[task].family == "wgmma")
+        ):
+            return task  # type: ignore[return-value]  # mypy takes the names for any strings
+    found = heuristics.candidates("backward", problem, limits)
+    return "backward" if any(mappable or config.family != "wgmma" for config in found) else "backward_dkv"
 
 
 def _kernel(task: Task, config: TileConfig, problem: Problem, vector_bytes: int, limits: Limits) -> Kernel:
@@ -248,7 +263,8 @@ def defines_of(
         defines |= {
             "CF_ROUNDED_P": int(config.rounded_weights),
             "CF_REGISTER_V": int(config.values_in_registers),
-            "CF_EARLY_TURN": int(config.early_turn),
+            "CF_FIRST_STORES": int(config.first_stores),
+            "CF_DETERMINISTIC": int(problem.deterministic),
         }
     return defines
 

@@ -25,6 +25,8 @@ _PANEL_ALIGNMENT = 1024
 _TILE_BYTES = 144
 _CONSUMER_REGISTERS = {2: 232, 3: 160}  # per thread, by the number of consumer warpgroups
 _BACKWARD_CONSUMERS = 2
+_WORKS, _WORK_BYTES = 2, 32  # announced ahead, kernels_cu/backward_wgmma.cu
+_DQ_PROGRESS_FLOATS = 1  # a counter, kernels_cu/include/dq_halves.cuh
 _BACKWARD_CONSUMER_REGISTERS = 240
 _CAP_REGISTERS = 24  # that tanh takes beside all scores of a tile
 
@@ -106,15 +108,17 @@ def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int)
     weights = 2 * _PANEL_ROW_BYTES * Br * (Bc // _PANEL_COLUMNS)  # dS
     sums = 4 * Br * panels * _PANEL_COLUMNS  # dQ
     rows = 2 * stages * Br * 4  # LSE and delta
-    barriers = 8 * (2 + 3 * stages + _BACKWARD_CONSUMERS)
+    barriers = 8 * (4 + 3 * stages + 2 * _WORKS) + _WORK_BYTES * _WORKS
     flags = 2 * 4 * _BACKWARD_CONSUMERS + 4 * stages
     return _round_up(tiles + weights + sums + rows + barriers + flags, _PANEL_ALIGNMENT)
 
 
-def dq_sum_columns(config: TileConfig, problem: Problem) -> int:
-    """Columns of a row of dQ as the backward sums it."""
+def dq_floats(config: TileConfig, problem: Problem) -> int:
+    """float32 workspace in which the backward sums the dQ of one query tile."""
     d, _ = tile_head_dims(problem.head_dim, problem.head_dim_v)
-    return _round_up(d, _PANEL_COLUMNS) if config.family == "wgmma" else d
+    if config.family == "wgmma":
+        return config.Br * _round_up(d, _PANEL_COLUMNS) + _DQ_PROGRESS_FLOATS
+    return config.Br * d
 
 
 def registers(task: Task, config: TileConfig, problem: Problem) -> int:
@@ -172,6 +176,8 @@ def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits
 def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
     if config.family == "wgmma":
         return _why_not_wgmma(task, config, problem, limits)
+    if task == "backward" and problem.deterministic:
+        return "dQ is added to its sum in any order; a deterministic backward has kernels of their own for dK and dV, and dQ"
     if config.family == "mma":
         tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
         return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)
@@ -210,7 +216,7 @@ def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Lim
 
 def _why_not_wgmma_backward(task: Task, config: TileConfig, problem: Problem) -> str | None:
     if task != "backward":
-        return f"no wgmma kernel for {task}: a deterministic backward is computed by mma"
+        return f"no wgmma kernel for {task} alone: dQ, dK and dV have one kernel"
     if max(problem.head_dim, problem.head_dim_v) > 128:
         return f"head dims {problem.head_dim} and {problem.head_dim_v}; the wgmma backward goes up to 128"
     if config.warps != 4 * (_BACKWARD_CONSUMERS + 1) or config.Bc != 64 * _BACKWARD_CONSUMERS:

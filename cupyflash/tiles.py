@@ -39,7 +39,8 @@ class TileConfig:
             start.
         rounded_weights: "wgmma" backward only, dS is computed from the rounded P: fewer registers, less precision.
         values_in_registers: "wgmma" backward only, a consumer reads its values once.
-        early_turn: "wgmma" backward only, a consumer passes its turn while dQ is still being computed.
+        first_stores: "wgmma" backward only, what comes first to a sum of dQ is stored, and others wait for it; else sums
+            are cleared before. Deterministic sums always do.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """
@@ -59,7 +60,7 @@ class TileConfig:
     dynamic: bool = True
     rounded_weights: bool = False
     values_in_registers: bool = False
-    early_turn: bool = False
+    first_stores: bool = True
 
     @property
     def threads(self) -> int:

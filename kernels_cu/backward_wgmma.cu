@@ -13,13 +13,14 @@
 // and its two buffers free for whoever writes them: the first consumer computes dQ of tile j - 1, the second dQ of tile j.
 // Nothing is under way where the loop begins anew, which is what lets the compiler keep the products asynchronous.
 //
-// The producer warpgroup has a thread that loads Q and dO, a warp that loads LSE and delta, and one warp per consumer
-// that sends its dQ. The bandwidth of shared memory binds.
+// Blocks stay and take keys after keys: the next ones are loaded while the last gradients are being stored. The producer
+// warpgroup has a thread that loads, a warp that loads LSE and delta, and two that send dQ. The bandwidth of shared memory binds.
 #include "tensor_params.cuh"
 #include "backward_rows.cuh"
 #include "band.cuh"
 #include "dq_halves.cuh"
 #include "panel_tile.cuh"
+#include "platform/atomic.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/tma.cuh"
 #include "platform/warpgroup.cuh"
@@ -38,13 +39,22 @@ constexpr u32 kConsumerWarps = 4 * kConsumers;
 // dS from the P that dV is computed with: fewer registers, a little less precision. A capped score has its slope in P.
 constexpr bool kRoundedP = CF_ROUNDED_P && kScoreKind != 2;
 constexpr bool kRegisterV = CF_REGISTER_V;  // V, the same for all tiles, stays in registers
-constexpr bool kEarlyTurn = CF_EARLY_TURN;  // the turn is passed while dQ is still being computed
 
 using TileK = PanelTile<Element, kBc, kD>;
 using TileV = PanelTile<Element, kBc, kDv>;
 using TileQ = PanelTile<Element, kBr, kD>;
 using TileDO = PanelTile<Element, kBr, kDv>;
 using TileDS = PanelTile<Element, kBr, kBc>;
+
+/// The keys of one key/value head that a block works on, and the query tiles that see them. index -1: there are no more.
+struct alignas(16) Work {
+    i32 index, batch, kv_head;
+    i32 first_key;  // of kBc, some of which may lie beyond the last
+    Range tiles;    // of every query head of the group
+    i32 steps;      // tiles of all of them
+};
+constexpr u32 kSlots = 2;    // works announced ahead
+constexpr u32 kSenders = 2;  // warps that send dQ
 
 struct SharedStorage {
     TileK K;
@@ -55,176 +65,298 @@ struct SharedStorage {
     float dQ[kConsumers][kDqHalf];
     float lse[kStages][kBr];  // see load_rows
     float delta[kStages][kBr];
-    Barrier K_full, V_full, Q_full[kStages], dO_full[kStages], empty[kStages];
-    Barrier dS_read[kConsumers];              // a consumer has computed a dQ (kEarlyTurn)
+    Work slots[kSlots];
+    Barrier slot_full[kSlots], slot_empty[kSlots];
+    Barrier K_full, K_empty, V_full, V_empty, Q_full[kStages], dO_full[kStages], empty[kStages];
     alignas(8) u8 shrunk[2][kConsumerWarps];  // which warps have divided their dS by 2^24
     volatile u32 rare[kStages];               // what is unusual about the rows of a tile
 };
 constexpr u32 kPrecise = 1;    // an LSE so large that exponents are computed the precise way
 constexpr u32 kNonfinite = 2;  // NaN or infinity in a row's LSE or delta, as NaN or infinity in its q or dO makes them
 
-// Named barriers.
-constexpr u32 kTurn = 1, kDqFull = 3, kDqEmpty = 5, kConsumersMeet = 7, kConsumerMeets = 8;
+// Named barriers; all but one for each consumer, kDqFull for each sender, too.
+constexpr u32 kTurn = 1, kDqFull = 3, kDqEmpty = 7, kConsumersMeet = 9, kConsumerMeets = 10;
+constexpr u32 kDqThreads = 128 + 32;  // a consumer and the warp that sends for it
 
 DEVICE void init_barriers(SharedStorage& shared) {
     barrier_init(shared.K_full, 1);
     barrier_init(shared.V_full, 1);
+    barrier_init(shared.K_empty, kConsumerWarps);
+    barrier_init(shared.V_empty, kConsumerWarps);
     for (u32 n = 0; n < kStages; ++n) {
         barrier_init(shared.Q_full[n], 2);  // Q, and the rows' LSE and delta
         barrier_init(shared.dO_full[n], 1);
         barrier_init(shared.empty[n], kConsumerWarps);
     }
-    for (u32 n = 0; n < kConsumers; ++n)
-        barrier_init(shared.dS_read[n], 4);
+    for (u32 n = 0; n < kSlots; ++n) {
+        barrier_init(shared.slot_full[n], 1);
+        barrier_init(shared.slot_empty[n], kConsumerWarps + kSenders + 1);
+    }
     barrier_init_fence();
 }
 
-/// The keys of one key/value head that a block works on, and the query tiles that see them.
-struct Work {
-    i32 batch, kv_head;
-    Range keys;   // some may lie beyond the last key
-    Range tiles;  // of every query head of the group
-    i32 steps;    // tiles of all of them
+/// The works of a block, as its warps come to know of them; all lanes of a warp, or of a warpgroup, call alike.
+struct Works {
+    SharedStorage& shared;
+    Ring<kSlots> slot;
 
-    DEVICE explicit Work(const BackwardTensorParams& params) {
-        const TileWork work =
-            tile_work(params.seqlen_k, kBc, params.batch * params.num_kv_heads, params.section, false);
-        batch = work.batch_head / params.num_kv_heads;
-        kv_head = work.batch_head % params.num_kv_heads;
-        keys = {work.rows.first, work.rows.first + static_cast<i32>(kBc)};
-        tiles = Band::of(params).query_tiles(work.rows);
-        steps = (tiles.end - tiles.first) * params.group;
+    DEVICE explicit Works(SharedStorage& shared_) : shared(shared_) {}
+    DEVICE const Work& next() {
+        barrier_wait(shared.slot_full[slot.at], slot.parity);
+        return shared.slots[slot.at];
+    }
+    DEVICE void release() {
+        warp_sync();
+        if (lane_index() == 0)
+            barrier_arrive(shared.slot_empty[slot.at]);
+        slot.advance();
     }
 };
 
-/// Where a warp is in its walk over the query tiles.
+/// Where a warp is in its walk over the query tiles of a work: from the last one on, so that with an upper bound of the band,
+/// too, the first keys, which come first to a sum of dQ, need not be waited for.
 struct Walk {
     i32 head, tile;
 
     DEVICE Walk(const BackwardTensorParams& params, const Work& work)
-        : head(work.kv_head * params.group), tile(work.tiles.first) {}
+        : head(work.kv_head * params.group), tile(work.tiles.end - 1) {}
 
     DEVICE void advance(const Range& tiles) {
-        if (++tile == tiles.end) {
-            tile = tiles.first;
-            ++head;
-        }
+        head += tile == tiles.first;
+        tile = (tile == tiles.first ? tiles.end : tile) - 1;
     }
     DEVICE i32 first_query() const { return tile * static_cast<i32>(kBr); }
 };
 
-/// One thread: loads K, V, and every Q and dO in the order of their use.
-DEVICE void load_tiles(const BackwardTensorParams& params, SharedStorage& shared, const Work& work) {
-    tensor_map_prefetch(params.q_map);
-    tensor_map_prefetch(params.k_map);
-    tensor_map_prefetch(params.v_map);
-    tensor_map_prefetch(params.dout_map);
+/// A value that is the same for all lanes, as the compiler shall know, or 0 in all but one.
+DEVICE i32 same(i32 x) { return static_cast<i32>(uniform(static_cast<u32>(x))); }
+
+/// The one thread that announces works and loads their operands.
+struct Producer {
+    const BackwardTensorParams& params;
+    SharedStorage& shared;
+    Ring<kSlots> slot;
+    Ring<1> keys;
     Ring<kStages> ring;
-    Walk walk(params, work);
-    if (work.steps > 0) {
-        barrier_arrive_expect(shared.K_full, sizeof(TileK::data));
-        shared.K.load(params.k_map, shared.K_full, work.keys.first, work.kv_head, work.batch);
+
+    DEVICE void announce(const Work& work) {
+        barrier_wait(shared.slot_empty[slot.at], slot.parity ^ 1);
+        shared.slots[slot.at] = work;
+        barrier_arrive(shared.slot_full[slot.at]);
+        slot.advance();
     }
+
+    DEVICE Work work_at(i32 index) const {
+        const TileWork at =
+            tile_work_at(index, params.seqlen_k, kBc, params.batch * params.num_kv_heads, params.section, false);
+        const Range tiles = Band::of(params).query_tiles(at.rows);
+        return {index, at.batch_head / params.num_kv_heads,     at.batch_head % params.num_kv_heads, at.rows.first,
+                tiles, (tiles.end - tiles.first) * params.group};
+    }
+
+    template <typename Tile>
+    DEVICE void load(Tile& tile, const TensorMap& map, Barrier& full, i32 row, i32 head, i32 batch) {
+        barrier_arrive_expect(full, sizeof(Tile::data));
+        tile.load(map, full, row, head, batch);
+    }
+
+    /// K, V, and every Q and dO, each as early as its buffer is free: K is read longest.
+    DEVICE void stream(const Work& work) {
+        Walk walk(params, work);
 #pragma unroll 1
-    for (i32 n = 0; n < work.steps; ++n) {
-        barrier_wait(shared.empty[ring.at], ring.parity ^ 1);
-        barrier_arrive_expect(shared.Q_full[ring.at], sizeof(TileQ::data));
-        shared.Q[ring.at].load(params.q_map, shared.Q_full[ring.at], walk.first_query(), walk.head, work.batch);
-        if (n == 0) {
-            barrier_arrive_expect(shared.V_full, sizeof(TileV::data));
-            shared.V.load(params.v_map, shared.V_full, work.keys.first, work.kv_head, work.batch);
+        for (i32 n = 0; n < work.steps; ++n) {
+            barrier_wait(shared.empty[ring.at], ring.parity ^ 1);
+            load(shared.Q[ring.at], params.q_map, shared.Q_full[ring.at], walk.first_query(), walk.head, work.batch);
+            if (n == 0) {
+                barrier_wait(shared.V_empty, keys.parity ^ 1);
+                load(shared.V, params.v_map, shared.V_full, work.first_key, work.kv_head, work.batch);
+            }
+            load(shared.dO[ring.at], params.dout_map, shared.dO_full[ring.at], walk.first_query(), walk.head,
+                 work.batch);
+            if (n == 0) {
+                barrier_wait(shared.K_empty, keys.parity ^ 1);
+                load(shared.K, params.k_map, shared.K_full, work.first_key, work.kv_head, work.batch);
+                keys.advance();
+            }
+            ring.advance();
+            walk.advance(work.tiles);
         }
-        barrier_arrive_expect(shared.dO_full[ring.at], sizeof(TileDO::data));
-        shared.dO[ring.at].load(params.dout_map, shared.dO_full[ring.at], walk.first_query(), walk.head, work.batch);
-        ring.advance();
-        walk.advance(work.tiles);
     }
-}
+
+    /// Whoever is free takes the next keys, as late as their loads can begin. No block has keys before it runs: others may
+    /// wait for what becomes of them.
+    DEVICE i32 take() { return static_cast<i32>(atomic_add(params.tile_counter, 1)); }
+
+    DEVICE void run() {
+        const i32 key_tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
+        const i32 works = key_tiles * params.batch * params.num_kv_heads;
+        tensor_map_prefetch(params.q_map);
+        tensor_map_prefetch(params.k_map);
+        tensor_map_prefetch(params.v_map);
+        tensor_map_prefetch(params.dout_map);
+#pragma unroll 1
+        for (i32 index = take(); index < works; index = take()) {
+            const Work work = work_at(index);
+            announce(work);
+            stream(work);
+        }
+        announce({-1, 0, 0, 0, {0, 0}, 0});
+        // The last block leaves the counters as it found them.
+        if (atomic_add(params.tile_counter + 1, 1) == grid_size() - 1)
+            params.tile_counter[0] = params.tile_counter[1] = 0;
+    }
+};
 
 /// One warp: LSE, as the exponents want it, and delta of every query tile. Rows beyond the last query are hidden later.
-DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared, const Work& work) {
+DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared) {
     constexpr u32 kRows = (kBr + 31) / 32;  // of a lane
+    Works works(shared);
     Ring<kStages> ring;
-    Walk walk(params, work);
 #pragma unroll 1
-    for (i32 n = 0; n < work.steps; ++n) {
-        const i64 head = (static_cast<i64>(work.batch) * params.num_heads + walk.head) * params.seqlen_q;
-        float lse[kRows], delta[kRows];
-        bool fused = true, finite = true;
+    for (;;) {
+        const Work& work = works.next();
+        if (work.index < 0)
+            break;
+        Walk walk(params, work);
+#pragma unroll 1
+        for (i32 n = 0; n < work.steps; ++n) {
+            const i64 head = (static_cast<i64>(work.batch) * params.num_heads + walk.head) * params.seqlen_q;
+            float lse[kRows], delta[kRows];
+            bool fused = true, finite = true;
 #pragma unroll
-        for (u32 m = 0; m < kRows; ++m) {
-            const i32 query = walk.first_query() + static_cast<i32>(32 * m + lane_index());
-            const bool valid = query < params.seqlen_q && (kBr % 32 == 0 || 32 * m + lane_index() < kBr);
-            lse[m] = valid ? params.lse[head + query] : infinity();
-            delta[m] = valid ? params.delta[head + query] : 0.0f;
-            finite &= !valid || (is_finite(lse[m]) && is_finite(delta[m]));
-            lse[m] = backward_lse(lse[m]);
-            fused &= fuses(lse[m]);
-        }
-        fused = !warp_any(!fused);
-        finite = !warp_any(!finite);
-        barrier_wait(shared.empty[ring.at], ring.parity ^ 1);
-#pragma unroll
-        for (u32 m = 0; m < kRows; ++m)
-            if (const u32 row = 32 * m + lane_index(); kBr % 32 == 0 || row < kBr) {
-                shared.lse[ring.at][row] = fused ? lse[m] * kLog2e : lse[m];
-                shared.delta[ring.at][row] = delta[m];
+            for (u32 m = 0; m < kRows; ++m) {
+                const i32 query = walk.first_query() + static_cast<i32>(32 * m + lane_index());
+                const bool valid = query < params.seqlen_q && (kBr % 32 == 0 || 32 * m + lane_index() < kBr);
+                lse[m] = valid ? params.lse[head + query] : infinity();
+                delta[m] = valid ? params.delta[head + query] : 0.0f;
+                finite &= !valid || (is_finite(lse[m]) && is_finite(delta[m]));
+                lse[m] = backward_lse(lse[m]);
+                fused &= fuses(lse[m]);
             }
-        if (lane_index() == 0)
-            shared.rare[ring.at] = (fused ? 0 : kPrecise) | (finite ? 0 : kNonfinite);
-        warp_sync();
-        if (lane_index() == 0)
-            barrier_arrive(shared.Q_full[ring.at]);
-        ring.advance();
-        walk.advance(work.tiles);
+            fused = !warp_any(!fused);
+            finite = !warp_any(!finite);
+            barrier_wait(shared.empty[ring.at], ring.parity ^ 1);
+#pragma unroll
+            for (u32 m = 0; m < kRows; ++m)
+                if (const u32 row = 32 * m + lane_index(); kBr % 32 == 0 || row < kBr) {
+                    shared.lse[ring.at][row] = fused ? lse[m] * kLog2e : lse[m];
+                    shared.delta[ring.at][row] = delta[m];
+                }
+            if (lane_index() == 0)
+                shared.rare[ring.at] = (fused ? 0 : kPrecise) | (finite ? 0 : kNonfinite);
+            warp_sync();
+            if (lane_index() == 0)
+                barrier_arrive(shared.Q_full[ring.at]);
+            ring.advance();
+            walk.advance(work.tiles);
+        }
+        works.release();
     }
 }
 
-/// One warp: adds a consumer's halves of dQ to the sum.
-DEVICE void send_dQ(const BackwardTensorParams& params, SharedStorage& shared, const Work& work, u32 consumer) {
-    constexpr u32 kCount = 128 + 32;
-    if (work.steps == 0)
-        return;
-    const i32 skipped = consumer == 0 ? 1 : 0;  // its first dQ is of no tile
-    Walk walk(params, work);
-#pragma unroll 1
-    for (i32 n = -skipped; n < work.steps; ++n) {
-        named_arrive(kDqEmpty + consumer, kCount);
-        named_sync(kDqFull + consumer, kCount);
-        if (n < 0)
-            continue;
-        if (lane_index() == 0) {
-            bulk_reduce_add(dq_sum_half(params, work.batch, walk.head, walk.tile, consumer), shared.dQ[consumer],
-                            sizeof(shared.dQ[consumer]));
-            bulk_commit();
-            bulk_wait_read<0>();
-        }
-        warp_sync();
-        walk.advance(work.tiles);
+/// One warp: adds the consumers' halves of dQ to their sums.
+///
+/// Of all that is added to a sum, the first stores, if nobody has cleared it. The others wait for that or, deterministic, each
+/// for the one before. Those before have keys that were taken up before these, so that somebody always goes on. Two warps
+/// take every other tile, and tell that it was added when the next one comes: an addition takes longer than a tile.
+struct Sender {
+    const BackwardTensorParams& params;
+    SharedStorage& shared;
+    const u32 number;
+    static constexpr u32 kNone = ~0u;
+    u32 untold = kNone;  // first lane: the tile that was sent last
+
+    DEVICE void add(u32 tile, u32 half, bool first) {
+        float* sum = dq_sum_half(params, tile, half);
+        if (first)
+            bulk_store(sum, shared.dQ[half], sizeof(shared.dQ[half]));
+        else
+            bulk_reduce_add(sum, shared.dQ[half], sizeof(shared.dQ[half]));
+        bulk_commit();
+        bulk_wait_read<0>();
     }
-    if (lane_index() == 0)
+
+    DEVICE void tell() {
+        if (untold == kNone)
+            return;
         bulk_wait<0>();
-}
+        fence_async_global();
+        release_add(dq_progress(params, untold), 1);
+        untold = kNone;
+    }
+
+    /// The halves of one tile, in the order of the turns.
+    DEVICE void send(const Work& work, const Walk& walk) {
+        const u32 tile = dq_tile(params, work.batch, walk.head, walk.tile);
+        const u32 before = static_cast<u32>(work.first_key / static_cast<i32>(kBc) -
+                                            Band::of(params).key_tiles(dq_queries(params, walk.tile)).first);
+#pragma unroll 1
+        for (u32 half = kConsumers; half-- > 0;) {
+            named_sync(kDqFull + kConsumers * number + half, kDqThreads);
+            if (lane_index() == 0) {
+                if (kFirstStores && half == kConsumers - 1) {
+                    tell();
+                    if (before > 0) {
+                        spin_until(dq_progress(params, tile),
+                                   [&](u32 done) { return kDeterministic ? done == before : done > 0; });
+                        fence_async_global();
+                    }
+                }
+                add(tile, half, kFirstStores && before == 0);
+            }
+            warp_sync();
+            named_arrive(kDqEmpty + half, kDqThreads);
+        }
+        if (kDeterministic)
+            untold = tile;
+        else if (kFirstStores && before == 0 && lane_index() == 0) {
+            untold = tile;
+            tell();  // everybody waits for that
+        }
+    }
+
+    DEVICE void run() {
+        if (number == 0)
+            for (u32 half = 0; half < kConsumers; ++half)
+                named_arrive(kDqEmpty + half, kDqThreads);
+        Works works(shared);
+#pragma unroll 1
+        for (;;) {
+            const Work& work = works.next();
+            if (work.index < 0)
+                break;
+            Walk walk(params, work);
+#pragma unroll 1
+            for (i32 n = 0; n < work.steps; ++n, walk.advance(work.tiles))
+                if (static_cast<u32>(n) % kSenders == number)
+                    send(work, walk);
+            if (lane_index() == 0)
+                tell();
+            works.release();
+        }
+        if (lane_index() == 0)
+            bulk_wait<0>();
+    }
+};
 
 /// One warpgroup, which owns 64 of the keys.
 struct Consumer {
     const BackwardTensorParams& params;
     SharedStorage& shared;
-    const Work& work;
     const u32 index;
     const Band band;
     const Score score;
-    const Range keys;  // its own
+    const Work* work = nullptr;  // stays in shared memory, for registers are short
+    Range keys;                  // its own of the work
+    Range tiles;
+    i32 steps;
     Ring<kStages> ring;
+    Ring<1> loaded;  // K and V
+    u32 buffer = 0;  // of the current tile's dS
+    u32 sender = 0;  // of the next dQ
 
-    DEVICE Consumer(const BackwardTensorParams& params_, SharedStorage& shared_, const Work& work_, u32 index_)
-        : params(params_),
-          shared(shared_),
-          work(work_),
-          index(index_),
-          band(Band::of(params_)),
-          score(Score::of(params_)),
-          keys(work_.keys.part(64 * index_, 64)) {}
+    DEVICE Consumer(const BackwardTensorParams& params_, SharedStorage& shared_, u32 index_)
+        : params(params_), shared(shared_), index(index_), band(Band::of(params_)), score(Score::of(params_)) {}
 
     using Sums = WarpgroupTile<kD>;
     using SumsV = WarpgroupTile<kDv>;
@@ -240,6 +372,8 @@ struct Consumer {
             barrier_arrive(barrier);
     }
 
+    /// Of both consumers.
+    DEVICE Range work_keys() const { return Range{keys.first - static_cast<i32>(64 * index), 0}.part(0, kBc); }
     DEVICE static Range queries_of(i32 first_query) { return {first_query, first_query + static_cast<i32>(kBr)}; }
 
     /// Clears P or dS of pairs that do not see each other, whatever has become of them.
@@ -335,23 +469,24 @@ struct Consumer {
 
     /// Computes elements of dQ^T in shared memory, where this thread has stored them, once more: over the keys that a
     /// query sees, with dS as large as it is. Those that are not finite, which a hidden key may have made so, or all.
-    DEVICE void amend_dQ(i32 first_query, u32 buffer, bool all) {
+    DEVICE void amend_dQ(i32 first_query, u32 of, bool all) {
         DqTile place;
         float* mine = shared.dQ[index] + 4 * (thread_index() % 128);
 #pragma unroll 1
-        for (u32 i = 0; i < kDqCols / 2; ++i) {
+        for (u32 i = 0; i < DqTile::kCols / 2; ++i) {
             float& element = mine[i / 4 * 512 + i % 4];
             if (!all && is_finite(element))
                 continue;
-            const u32 col = dq_panel(index) * TileK::kPanelCols + place.row(i / 2 % 2);
-            const u32 row = dq_first_query(index) + place.col(i / 4) + i % 2;
-            const Range seen = band.keys_of(first_query + static_cast<i32>(row)).from(work.keys.first);
+            const u32 place_row = place.row(i / 2 % 2), place_col = place.col(i / 4) + i % 2;
+            const u32 col = dq_panel(index) * TileK::kPanelCols + (kDqTransposed ? place_row : place_col);
+            const u32 row = dq_first_query(index) + (kDqTransposed ? place_col : place_row);
+            const Range seen = band.keys_of(first_query + static_cast<i32>(row)).from(work_keys().first);
             float sum = 0.0f;
 #pragma unroll 1
             for (i32 n = larger(0, seen.first); n < smaller(static_cast<i32>(kBc), seen.end); ++n) {
                 const u32 key = static_cast<u32>(n);
-                const float ds = to_float(shared.dS[buffer].at(row, key));
-                const bool shrunk = kMayOverflow && shared.shrunk[buffer][key / 16] != 0;
+                const float ds = to_float(shared.dS[of].at(row, key));
+                const bool shrunk = kMayOverflow && shared.shrunk[of][key / 16] != 0;
                 sum += (shrunk ? ds / kShrinkFactor : ds) * to_float(shared.K.at(key, col));
             }
             element = sum;
@@ -362,10 +497,10 @@ struct Consumer {
     /// finite is that; dS may be negative or 0, and makes NaN of it.
     DEVICE void restore_nonfinite(Element* dk, Element* dv) const {
         named_sync(kConsumerMeets + index, 128);  // all rows are stored
-        const Element* q = params.q + work.batch * params.q_batch_stride;
-        const Element* dout = params.dout + work.batch * params.dout_batch_stride;
+        const Element* q = params.q + work->batch * params.q_batch_stride;
+        const Element* dout = params.dout + work->batch * params.dout_batch_stride;
 #pragma unroll 1
-        for (i32 head = work.kv_head * params.group; head < (work.kv_head + 1) * params.group; ++head) {
+        for (i32 head = work->kv_head * params.group; head < (work->kv_head + 1) * params.group; ++head) {
             restore_nonfinite<kHeadDim, true>(dk, params.dk_row_stride, q + head * params.q_head_stride,
                                               params.q_row_stride);
             restore_nonfinite<kHeadDimV, false>(dv, params.dv_row_stride, dout + head * params.dout_head_stride,
@@ -391,16 +526,16 @@ struct Consumer {
     }
 
     DEVICE void run();
+    DEVICE void compute();
 };
 
 /// dK and dV of this warpgroup's keys, and its halves of dQ.
-DEVICE void Consumer::run() {
+DEVICE void Consumer::compute() {
     Sums dK;
     SumsV dV;
     Weights P, dS;  // of the current tile, as operands
     WarpgroupOperand<Element, kDv> V;
-    i32 first_query = work.tiles.first * static_cast<i32>(kBr), query_before = first_query;
-    u32 buffer = 0;       // of the current tile's dS
+    i32 first_query = (tiles.end - 1) * static_cast<i32>(kBr), query_before = first_query;
     bool shrunk = false;  // this warp's dS of the current tile
     bool cleaned = false;
     dK.clear();
@@ -438,8 +573,11 @@ DEVICE void Consumer::run() {
     auto dQ_query = [&] { return index == 0 ? query_before : first_query; };
     auto start_dQ = [&](DqTile& dQ, u32 of) {
         wgmma_settle(dQ.x);
-        multiply_transposes<TileK, TileDS>(
-            dQ, K_panel, advance(opaque64(shared.dS[of].along_cols()), dq_first_query(index) * TileDS::kRowBytes));
+        const u64 dS_rows = advance(opaque64(shared.dS[of].along_cols()), dq_first_query(index) * TileDS::kRowBytes);
+        if constexpr (kDqTransposed)
+            multiply_transposes<TileK, TileDS>(dQ, K_panel, dS_rows);
+        else
+            multiply<TileDS, TileK>(dQ, dS_rows, K_panel);
         wgmma_commit();
     };
     auto finish_dV_dK = [&] {
@@ -450,16 +588,20 @@ DEVICE void Consumer::run() {
         release(shared.empty[ring.at]);
     };
     /// Sends dQ. proceed: what happens as soon as nobody looks at its dS any more.
-    auto finish_dQ = [&](DqTile& dQ, i32 query, u32 of, auto proceed) {
+    auto finish_dQ = [&](DqTile& dQ, i32 query, u32 of, bool wanted, auto proceed) {
         wgmma_settle(dQ.x);
+        if (!wanted) {
+            proceed();
+            return;
+        }
         bool all_wrong = false;
         if constexpr (kMayOverflow)
             all_wrong = warp_any(*reinterpret_cast<const volatile u64*>(shared.shrunk[of]) != 0);
         // Where some key may be hidden from some query. All warps agree.
-        const bool doubtful = all_wrong || (kBand && !band.all_visible(queries_of(query), work.keys));
+        const bool doubtful = all_wrong || (kBand && !band.all_visible(queries_of(query), work_keys()));
         if (!doubtful)
             proceed();
-        named_sync(kDqEmpty + index, 128 + 32);
+        named_sync(kDqEmpty + index, kDqThreads);
         store_fragments(shared.dQ[index], dQ);
         if ((kBand || kMayOverflow) && doubtful) {
             if (all_wrong || warp_any(!dQ.all_finite()))
@@ -468,7 +610,8 @@ DEVICE void Consumer::run() {
             proceed();
         }
         fence_async_shared();
-        named_arrive(kDqFull + index, 128 + 32);
+        named_arrive(kDqFull + kConsumers * sender + index, kDqThreads);
+        sender = (sender + 1) % kSenders;
     };
     /// S and dP, which are under way in this order, become P and dS.
     auto finish_S_dP = [&](Scores& S, Scores& dP) {
@@ -505,104 +648,129 @@ DEVICE void Consumer::run() {
         }
         store_transposed(shared.dS[buffer], 0, index, dS);
         fence_async_shared();
-        if (kBand && (rare & kNonfinite) != 0 && !band.all_visible(queries_of(first_query), work.keys)) {
+        if (kBand && (rare & kNonfinite) != 0 && !band.all_visible(queries_of(first_query), work_keys())) {
             clean_rows();
             cleaned = true;
         }
     };
 
-    if (work.steps > 0) {
-        if (index == 0) {
-            uint4* zeros = reinterpret_cast<uint4*>(shared.dS[1].data);
-            for (u32 n = thread_index(); n < sizeof(TileDS::data) / sizeof(uint4); n += 128)
-                zeros[n] = uint4{};
-            if (kMayOverflow && thread_index() < kConsumerWarps)
-                shared.shrunk[1][thread_index()] = 0;
-            fence_async_shared();
-        } else {
-            pass_turn();
-        }
-        barrier_wait(shared.K_full, 0);
-        barrier_wait(shared.V_full, 0);
-        if constexpr (kRegisterV)
-            load_operand(V, shared.V, 64 * index);
-        {
-            Scores S, dP;
-            barrier_wait(shared.Q_full[0], 0);
-            barrier_wait(shared.dO_full[0], 0);
-            take_turn();
-            start_S(S);
-            start_dP(dP);
-            pass_turn();
-            finish_S_dP(S, dP);
-        }
+    auto store = [&] {
+        dK.each([&](float& x) { x *= params.scale; });
+        Element* dk = params.dk + work->batch * params.dk_batch_stride + work->kv_head * params.dk_head_stride +
+                      keys.first * params.dk_row_stride;
+        Element* dv = params.dv + work->batch * params.dv_batch_stride + work->kv_head * params.dv_head_stride +
+                      keys.first * params.dv_row_stride;
+        store_rows<Element, kHeadDim>(dk, params.dk_row_stride, params.seqlen_k - keys.first, dK);
+        store_rows<Element, kHeadDimV>(dv, params.dv_row_stride, params.seqlen_k - keys.first, dV);
+        if (kBand && cleaned)
+            restore_nonfinite(dk, dv);
+    };
+    auto next_step = [&] {
+        ring.advance();
+        buffer ^= 1;
+    };
+
+    if (steps == 0) {
+        store();
+        return;
+    }
+    sender = 0;
+    barrier_wait(shared.K_full, loaded.parity);
+    barrier_wait(shared.V_full, loaded.parity);
+    loaded.advance();
+    if constexpr (kRegisterV)
+        load_operand(V, shared.V, 64 * index);
+    {
+        Scores S, dP;
+        barrier_wait(shared.Q_full[ring.at], ring.parity);
+        barrier_wait(shared.dO_full[ring.at], ring.parity);
+        take_turn();
+        start_S(S);
+        start_dP(dP);
+        pass_turn();
+        finish_S_dP(S, dP);
+    }
 #pragma unroll 1
-        for (i32 n = 1; n < work.steps; ++n) {
-            Scores S, dP;
-            DqTile dQ;
-            take_turn();
-            start_dV_dK();
-            const u32 of = dQ_buffer();
-            const i32 query = dQ_query();
-            start_dQ(dQ, of);
-            wgmma_wait<1>();
-            finish_dV_dK();
-            ring.advance();
-            buffer ^= 1;
-            query_before = first_query;
-            first_query += static_cast<i32>(kBr);
-            if (first_query >= work.tiles.end * static_cast<i32>(kBr))
-                first_query = work.tiles.first * static_cast<i32>(kBr);
-            barrier_wait(shared.Q_full[ring.at], ring.parity);
-            start_S(S);
-            if constexpr (kEarlyTurn) {
-                // Whoever passed the turn first could find the barrier two phases ahead.
-                barrier_wait(shared.dS_read[index ^ 1], buffer ^ index);
-                pass_turn();
-            }
-            wgmma_wait<1>();
-            finish_dQ(dQ, query, of, [&] {
-                if constexpr (kEarlyTurn)
-                    release(shared.dS_read[index]);
-                else
-                    pass_turn();
-            });
-            barrier_wait(shared.dO_full[ring.at], ring.parity);
-            start_dP(dP);
-            finish_S_dP(S, dP);
-        }
+    for (i32 n = 1; n < steps; ++n) {
+        Scores S, dP;
         DqTile dQ;
         take_turn();
         start_dV_dK();
         const u32 of = dQ_buffer();
         const i32 query = dQ_query();
         start_dQ(dQ, of);
-        wgmma_wait<0>();
+        wgmma_wait<1>();
         finish_dV_dK();
-        finish_dQ(dQ, query, of, [&] { pass_turn(); });
-        if (index == 0) {
-            take_turn();
-            wgmma_fence();
-            start_dQ(dQ, buffer);
-            wgmma_wait<0>();
-            finish_dQ(dQ, first_query, buffer, [] {});
-        }
+        next_step();
+        query_before = first_query;
+        first_query =
+            (first_query == tiles.first * static_cast<i32>(kBr) ? tiles.end * static_cast<i32>(kBr) : first_query) -
+            static_cast<i32>(kBr);
+        barrier_wait(shared.Q_full[ring.at], ring.parity);
+        start_S(S);
+        wgmma_wait<1>();
+        finish_dQ(dQ, query, of, index != 0 || n > 1,
+                  [&] { pass_turn(); });  // the first consumer's first is of no tile
+        barrier_wait(shared.dO_full[ring.at], ring.parity);
+        start_dP(dP);
+        finish_S_dP(S, dP);
     }
-    dK.each([&](float& x) { x *= params.scale; });
-    Element* dk = params.dk + work.batch * params.dk_batch_stride + work.kv_head * params.dk_head_stride +
-                  keys.first * params.dk_row_stride;
-    Element* dv = params.dv + work.batch * params.dv_batch_stride + work.kv_head * params.dv_head_stride +
-                  keys.first * params.dv_row_stride;
-    store_rows<Element, kHeadDim>(dk, params.dk_row_stride, params.seqlen_k - keys.first, dK);
-    store_rows<Element, kHeadDimV>(dv, params.dv_row_stride, params.seqlen_k - keys.first, dV);
-    if (kBand && cleaned)
-        restore_nonfinite(dk, dv);
+    release(shared.V_empty);
+    DqTile dQ;
+    take_turn();
+    start_dV_dK();
+    const u32 of = dQ_buffer();
+    const i32 query = dQ_query();
+    start_dQ(dQ, of);
+    wgmma_wait<0>();
+    finish_dV_dK();
+    finish_dQ(dQ, query, of, index != 0 || steps > 1, [&] { pass_turn(); });
+    if (index == 0) {
+        store();
+        take_turn();
+        wgmma_fence();
+        start_dQ(dQ, buffer);
+        wgmma_wait<0>();
+        finish_dQ(dQ, first_query, buffer, true, [&] { pass_turn(); });
+        release(shared.K_empty);
+    } else {
+        release(shared.K_empty);
+        store();
+        take_turn();  // as many turns as the first
+        pass_turn();
+    }
+    next_step();
+}
+
+/// Gradients of this warpgroup's keys of all works of the block.
+DEVICE void Consumer::run() {
+    if (index == 0) {
+        // What the first dQ of all is computed from, and nobody wants.
+        uint4* zeros = reinterpret_cast<uint4*>(shared.dS[1].data);
+        for (u32 n = thread_index(); n < sizeof(TileDS::data) / sizeof(uint4); n += 128)
+            zeros[n] = uint4{};
+        fence_async_shared();
+    } else {
+        pass_turn();
+    }
+    Works works(shared);
+#pragma unroll 1
+    for (;;) {
+        work = &works.next();
+        if (same(work->index) < 0)
+            break;
+        keys = Range{same(work->first_key), 0}.part(64 * index, 64);
+        tiles = {same(work->tiles.first), same(work->tiles.end)};
+        steps = same(work->steps);
+        compute();
+        works.release();
+    }
 }
 
 constexpr u32 kRowThreads = kLanesPerRow * kBr;  // so that all loads of a block are under way at once
 
 KERNEL(kRowThreads, 1) void backward_rows(PARAMS(BackwardTensorParams) params) {
-    clear_dq_sum<kRowThreads>(params);
+    begin_dq<kRowThreads>(params);
     prepare_rows<kRowThreads>(params);
 }
 
@@ -612,43 +780,51 @@ KERNEL(kThreads, 1) void backward_wgmma(PARAMS(BackwardTensorParams) params) {
     if (thread_index() == 0)
         init_barriers(shared);
     block_sync();
-    const Work work(params);
     if (role == kConsumers) {
         registers_release<kProducerRegisters>();
-        const u32 warp = warp_index() % 4;
-        if (warp < kConsumers)
-            send_dQ(params, shared, work, warp);
-        else if (warp == kConsumers)
-            load_rows(params, shared, work);
+        const u32 role = warp_index() % 4;
+        if (role < kSenders)
+            Sender{params, shared, role}.run();
+        else if (role == kSenders)
+            load_rows(params, shared);
         else if (lane_index() == 0)
-            load_tiles(params, shared, work);
+            Producer{params, shared, {}, {}, {}}.run();
     } else {
         registers_acquire<kConsumerRegisters>();
-        Consumer(params, shared, work, role).run();
+        Consumer(params, shared, role).run();
     }
 }
 
 /// dQ = scale * its float32 sum, one query tile of one head per block.
 KERNEL(128 * kConsumers, 1) void backward_dq_store(PARAMS(BackwardTensorParams) params) {
-    using Tile = PanelTile<Element, kBr, kDqPanels * 64>;
-    Tile& tile = *reinterpret_cast<Tile*>(dynamic_shared_memory);
     const QueryTile at(params);
     const u32 part = warpgroup_index();
     DqTile dQ;
-    WarpgroupOperand<Element, kDqCols> rounded;
-    load_fragments(dQ, dq_sum_half(params, at.batch, at.head, at.index, part));
+    load_fragments(dQ, dq_sum_half(params, dq_tile(params, at.batch, at.head, at.index), part));
     dQ.each([&](float& x) { x *= params.scale; });
-    rounded.round(dQ);
-    store_transposed(tile, dq_first_query(part), dq_panel(part), rounded);
-    block_sync();
-    constexpr u32 kChunkElements = 16 / sizeof(Element), kChunks = kHeadDim / kChunkElements;
     const i32 first_query = at.index * static_cast<i32>(kBr);
     Element* dq = params.dq + at.batch * params.dq_batch_stride + at.head * params.dq_head_stride +
                   first_query * params.dq_row_stride;
-    for (u32 n = thread_index(); n < kBr * kChunks; n += 128 * kConsumers) {
-        const u32 row = n / kChunks, col = n % kChunks * kChunkElements;
-        if (first_query + static_cast<i32>(row) < params.seqlen_q)
-            *reinterpret_cast<uint4*>(dq + row * params.dq_row_stride + col) =
-                *reinterpret_cast<const uint4*>(&tile.at(row, col));
+    if constexpr (kDqTransposed) {
+        using Tile = PanelTile<Element, kBr, kDqPanels * 64>;
+        Tile& tile = *reinterpret_cast<Tile*>(dynamic_shared_memory);
+        WarpgroupOperand<Element, DqTile::kCols> rounded;
+        rounded.round(dQ);
+        store_transposed(tile, dq_first_query(part), dq_panel(part), rounded);
+        block_sync();
+        constexpr u32 kChunkElements = 16 / sizeof(Element), kChunks = kHeadDim / kChunkElements;
+        for (u32 n = thread_index(); n < kBr * kChunks; n += 128 * kConsumers) {
+            const u32 row = n / kChunks, col = n % kChunks * kChunkElements;
+            if (first_query + static_cast<i32>(row) < params.seqlen_q)
+                *reinterpret_cast<uint4*>(dq + row * params.dq_row_stride + col) =
+                    *reinterpret_cast<const uint4*>(&tile.at(row, col));
+        }
+    } else {
+        const i32 first = static_cast<i32>(dq_first_query(part)), rows = params.seqlen_q - first_query - first;
+        dq += first * params.dq_row_stride;
+        if (dq_panel(part) == 0)
+            store_rows<Element, (kHeadDim < 64 ? kHeadDim : 64)>(dq, params.dq_row_stride, rows, dQ);
+        else
+            store_rows<Element, (kHeadDim > 64 ? kHeadDim - 64 : 8)>(dq + 64, params.dq_row_stride, rows, dQ);
     }
 }

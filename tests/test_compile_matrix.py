@@ -132,7 +132,7 @@ def hopper_matrix():
 
 def hopper_backward_matrix():
     """The same of the backward: {what is compiled, and why: [(its tiles, what differs from the common case)]}"""
-    narrow = TileConfig("wgmma", 128, 128, 12, 2, rounded_weights=True, values_in_registers=True)
+    narrow = TileConfig("wgmma", 128, 128, 12, 2, rounded_weights=True)
     wide = TileConfig("wgmma", 64, 128, 12, 2)
     tall = dataclasses.replace(wide, Br=80, rounded_weights=True)
     equal = [(narrow, 64, 64), (wide, 128, 128), (tall, 128, 128)]
@@ -148,10 +148,9 @@ def hopper_backward_matrix():
         (dataclasses.replace(config, **options), {"d": d, "band": band})
         for (config, d, options), band in product(
             (
-                (wide, 128, {"early_turn": True}),
+                (wide, 128, {"first_stores": False}),
                 (wide, 128, {"rounded_weights": True}),
-                (tall, 128, {"early_turn": True}),
-                (narrow, 64, {"values_in_registers": False}),
+                (narrow, 64, {"first_stores": False}),
                 (wide, 64, {"stages": 3}),
             ),
             ("none", "causal"),

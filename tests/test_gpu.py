@@ -509,8 +509,8 @@ def test_hoppers_backward_is_right(on_hopper, case):
     [
         (64, 64, TileConfig("wgmma", 128, 128, 12, 2, rounded_weights=True, values_in_registers=True)),
         (128, 128, TileConfig("wgmma", 64, 128, 12, 2)),
-        (128, 128, TileConfig("wgmma", 64, 128, 12, 2, early_turn=True)),
-        (128, 128, TileConfig("wgmma", 80, 128, 12, 2, rounded_weights=True, early_turn=True)),
+        (128, 128, TileConfig("wgmma", 64, 128, 12, 2, first_stores=False)),
+        (128, 128, TileConfig("wgmma", 80, 128, 12, 2, rounded_weights=True)),
         (128, 64, TileConfig("wgmma", 64, 128, 12, 2, rounded_weights=True)),
     ],
 )

@@ -37,12 +37,12 @@ def _all(task: Task) -> Iterator[TileConfig]:
             yield TileConfig("mma", Br, Bc, warps, stages)
     else:
         for Br, stages in product((32, 48, 64, 80, 96, 112, 128) if task == "backward" else (), (2, 3)):
-            for rounded, values, early in product((True, False), repeat=3):
+            for rounded, values, first in product((True, False), repeat=3):
                 yield TileConfig(
                     *("wgmma", Br, 128, 12, stages),
                     rounded_weights=rounded,
                     values_in_registers=values,
-                    early_turn=early,
+                    first_stores=first,
                 )
         for Br, Bc, warps, stages in product((32, 64, 128), (64, 128), (4, 8), (1, 2)):
             for split, dq, dq_first in product((1, 2, 4), (1, 2, 4), (False, True)):

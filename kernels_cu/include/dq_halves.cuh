@@ -1,36 +1,64 @@
 // The float32 sum of dQ over key blocks, for kernels of warpgroups. Its layout is private to them: for each query tile the
-// fragments of two warpgroups' halves of dQ^T, each contiguous, as one bulk reduction adds it.
+// fragments of two warpgroups' halves of dQ, each contiguous, as one bulk reduction adds it.
 #pragma once
+#include "band.cuh"
 #include "panel_tile.cuh"
 #include "query_tile.cuh"
 #include "traits.cuh"
 #include "warpgroup_tile.cuh"
 
-constexpr u32 kConsumers = 2;  // warpgroups
-// 64 head dims are the rows of a product. With two panels of them each warpgroup has one, and all queries; with a single
-// panel each has half of the queries.
+constexpr u32 kConsumers = 2;                      // warpgroups
+constexpr bool kDeterministic = CF_DETERMINISTIC;  // dQ is summed in the order of the keys
+// What comes first to a sum is stored instead of added; else all sums are cleared before.
+constexpr bool kFirstStores = CF_FIRST_STORES || kDeterministic;
+// With two panels of 64 head dims each warpgroup has one, and all queries; with a single panel each has half of the queries.
 constexpr u32 kDqPanels = (kD + 63) / 64;
-constexpr u32 kDqCols = kDqPanels == 2 ? kBr : kBr / 2;
-constexpr u32 kDqHalf = 64 * kDqCols;  // floats
-static_assert(kDqPanels <= 2 && kDqCols % 16 == 0, "two warpgroups share dQ evenly");
+constexpr u32 kDqQueries = kDqPanels == 2 ? kBr : kBr / 2;
+constexpr u32 kDqHalf = 64 * kDqQueries;  // floats
+static_assert(kDqPanels <= 2 && kDqQueries % 16 == 0, "two warpgroups share dQ evenly");
+// A product has 64 rows: the queries where there are so many, else the head dims.
+constexpr bool kDqTransposed = kDqQueries != 64;
 
-using DqTile = WarpgroupTile<kDqCols>;
+using DqTile = WarpgroupTile<kDqTransposed ? kDqQueries : 64>;
 
 DEVICE u32 dq_panel(u32 half) { return kDqPanels == 2 ? half : 0; }
-DEVICE u32 dq_first_query(u32 half) { return kDqPanels == 2 ? 0 : half * kDqCols; }
+DEVICE u32 dq_first_query(u32 half) { return kDqPanels == 2 ? 0 : half * kDqQueries; }
+
+/// Number of a query tile among those of all heads. (So many have blocks of a launch: fewer than 2^31.)
+template <typename Params>
+DEVICE u32 dq_tile(const Params& params, i32 batch, i32 head, i32 tile) {
+    return static_cast<u32>((batch * params.num_heads + head) * query_tile_count(params) + tile);
+}
 
 /// Half of the sum of one query tile.
 template <typename Params>
-DEVICE float* dq_sum_half(const Params& params, i32 batch, i32 head, i32 tile, u32 half) {
-    const i64 tiles = (static_cast<i64>(batch) * params.num_heads + head) * query_tile_count(params) + tile;
-    return params.dq_sum + (2 * tiles + half) * kDqHalf;
+DEVICE float* dq_sum_half(const Params& params, u32 tile, u32 half) {
+    return params.dq_sum + (static_cast<u64>(tile) * 2 + half) * kDqHalf;
 }
 
-/// Zeros to sum into, for this block's query tile; all threads of the block.
+/// How many key tiles have been added to the sum of a query tile, or whether any: see Sender. Behind all the sums.
+template <typename Params>
+DEVICE u32* dq_progress(const Params& params, u32 tile) {
+    return reinterpret_cast<u32*>(dq_sum_half(params, dq_tile(params, params.batch, 0, 0), 0)) + tile;
+}
+
+/// The queries of a tile; none lie beyond the last.
+template <typename Params>
+DEVICE Range dq_queries(const Params& params, i32 tile) {
+    const i32 first = tile * static_cast<i32>(kBr);
+    return {first, smaller(first + static_cast<i32>(kBr), params.seqlen_q)};
+}
+
+/// Nothing summed yet, for this block's query tile; all threads of the block. A tile that no key is seen from stays 0.
 template <u32 kBlockThreads, typename Params>
-DEVICE void clear_dq_sum(const Params& params) {
-    const QueryTile tile(params);
-    uint4* sum = reinterpret_cast<uint4*>(dq_sum_half(params, tile.batch, tile.head, tile.index, 0));
-    for (u32 n = thread_index(); n < 2 * kDqHalf / 4; n += kBlockThreads)
-        sum[n] = uint4{};
+DEVICE void begin_dq(const Params& params) {
+    const QueryTile at(params);
+    const u32 tile = dq_tile(params, at.batch, at.head, at.index);
+    if (!kFirstStores || (kBand && Band::of(params).key_tiles(dq_queries(params, at.index)).empty())) {
+        uint4* sum = reinterpret_cast<uint4*>(dq_sum_half(params, tile, 0));
+        for (u32 n = thread_index(); n < 2 * kDqHalf / 4; n += kBlockThreads)
+            sum[n] = uint4{};
+    }
+    if (thread_index() == 0)
+        *dq_progress(params, tile) = 0;
 }

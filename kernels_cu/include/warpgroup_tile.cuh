@@ -119,6 +119,22 @@ DEVICE void multiply_transposes(WarpgroupTile<kCols>& S, u64 a, u64 b) {
     }
 }
 
+/// S = A B for 64 rows of A, which has the summed index along its columns (`along_cols`, of the first of the rows), and
+/// kCols columns of B, which has it along its rows (`along_rows`, of the panel). Asynchronous.
+template <typename TileA, typename TileB, u32 kCols>
+DEVICE void multiply(WarpgroupTile<kCols>& S, u64 a, u64 b) {
+    using Product = Wgmma<typename TileA::Element, kCols>;
+    static_assert(TileA::kCols == TileB::kRows);
+#pragma unroll
+    for (u32 k = 0; k < TileA::kCols / 16; ++k) {
+        const u64 at_a = advance(a, TileA::step_along_cols(k)), at_b = advance(b, TileB::step_along_rows(k));
+        if (k == 0)
+            Product::template shared<false, false, true>(S.x, at_a, at_b);
+        else
+            Product::template shared<true, false, true>(S.x, at_a, at_b);
+    }
+}
+
 /// 64 rows of a tile in shared memory, from `first_row` on, as operand A in registers.
 template <typename TileA>
 DEVICE void load_operand(WarpgroupOperand<typename TileA::Element, TileA::kCols>& A, TileA& tile, u32 first_row) {
@@ -198,7 +214,7 @@ DEVICE void store_rows(T* out, i64 row_stride, i32 rows, const WarpgroupTile<kCo
                     first + n < tile.kPairs ? pack<T>(tile.at(first + n, half, 0), tile.at(first + n, half, 1)) : 0;
             transpose_quad(word);
             const u32 col = 8 * (first + quad);
-            if (row < rows && (kColsUsed % 32 == 0 || col < kColsUsed))
+            if (row < rows && ((kColsUsed % 32 == 0 && kColsUsed >= kCols) || col < kColsUsed))
                 *reinterpret_cast<uint4*>(out + row * row_stride + col) = uint4{word[0], word[1], word[2], word[3]};
         }
     }

@@ -94,6 +94,11 @@ struct Box {
     }
 };
 
+inline void checked_bulk(const float* global, u32 bytes, const char* who) {
+    if (reinterpret_cast<u64>(global) % 16 != 0 || bytes % 16 != 0)
+        fail("%s: %u bytes at %p: both must be multiples of 16", who, bytes, static_cast<const void*>(global));
+}
+
 inline void reduce(float* global, SharedAddress shared, u32 bytes) {
     for (u32 n = 0; n < bytes; n += 16) {
         float x[4];
@@ -125,10 +130,19 @@ DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, 
 
 DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
     using namespace emulated;
-    if (reinterpret_cast<u64>(global) % 16 != 0 || bytes % 16 != 0)
-        fail("bulk_reduce_add: %u bytes to %p: both must be multiples of 16", bytes, static_cast<void*>(global));
+    checked_bulk(global, bytes, "bulk_reduce_add");
     const SharedAddress from = shared_address(shared);
     start(Unit::kStores, work([=] { reduce(global, from, bytes); }));
+}
+
+DEVICE void bulk_store(float* global, const void* shared, u32 bytes) {
+    using namespace emulated;
+    checked_bulk(global, bytes, "bulk_store");
+    const SharedAddress from = shared_address(shared);
+    start(Unit::kStores, work([=] {
+              for (u32 n = 0; n < bytes; n += 16)
+                  __builtin_memcpy(global + n / 4, async_read(from + n, 16, "bulk_store"), 16);
+          }));
 }
 
 DEVICE void bulk_commit() { emulated::commit(emulated::Unit::kStores); }
@@ -143,6 +157,9 @@ template <u32 kPending>
 DEVICE void bulk_wait() {
     emulated::wait(emulated::Unit::kStores, kPending);
 }
+
+/// Copies here see global memory as threads do.
+DEVICE void fence_async_global() {}
 
 /// Other threads' writes are published too: who wrote what is not known.
 DEVICE void fence_async_shared() { emulated::publish_shared(); }

@@ -40,6 +40,14 @@ DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
                  : "memory");
 }
 
+/// Starts copying `bytes` bytes (a multiple of 16, both addresses 16-byte aligned) from shared memory; part of the thread's
+/// current bulk group.
+DEVICE void bulk_store(float* global, const void* shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                 "r"(shared_address(shared)), "r"(bytes)
+                 : "memory");
+}
+
 /// Closes the group of all stores and reductions this thread has started since the last commit.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
@@ -54,6 +62,9 @@ template <u32 kPending>
 DEVICE void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+/// Between what the copy engine and what ordinary instructions did in global memory, either first.
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 /// Shared memory this thread wrote by ordinary stores may now be read by the copy engine and by wgmma (its other threads'
 /// writes after a barrier that follows their own fences).
