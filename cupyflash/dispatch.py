@@ -29,8 +29,10 @@ _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source f
     ("simt", "backward_dkv"): ("backward_simt.cu", "backward_simt"),
     ("simt", "backward_dq"): ("backward_dq_simt.cu", "backward_dq_simt"),
 }
+_WIDE_BACKWARD = ("backward_wgmma_wide.cu", "backward_wgmma_wide")  # family "wgmma", head dims above 128
 
 _LANES_PER_ROW = 8  # of delta, kernels_cu/include/backward_rows.cuh
+_DQ_STORE_THREADS = 256  # of family "wgmma": two warpgroups share a tile of dQ
 _LONGEST = 2**31 - 1024  # rows are counted in int32, rounded up to whole tiles
 
 
@@ -176,8 +178,8 @@ def plan_backward(
         last = replace(
             main,
             name="backward_dq_store",
-            threads=config.threads - 128 if wgmma else config.threads,
-            shared_bytes=dq_floats * problem.itemsize,
+            threads=_DQ_STORE_THREADS if wgmma else config.threads,
+            shared_bytes=0 if resources.is_wide(task, config) else dq_floats * problem.itemsize,
         )
         return Plan(
             ((rows, query_blocks), (main, key_blocks), (last, query_blocks)),
@@ -199,7 +201,7 @@ def plan_backward(
 
 
 def _kernel(task: Task, config: TileConfig, problem: Problem, vector_bytes: int, limits: Limits) -> Kernel:
-    file, name = _FILES[config.family, task]
+    file, name = _WIDE_BACKWARD if resources.is_wide(task, config) else _FILES[config.family, task]
     shared_bytes = resources.shared_bytes(task, config, problem)
     defines = defines_of(task, config, problem, vector_bytes, shared_bytes, limits.arch)
     target = f"sm_{limits.arch}a" if config.family == "wgmma" else ""
