@@ -29,8 +29,10 @@ _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source f
     ("simt", "backward_dkv"): ("backward_simt.cu", "backward_simt"),
     ("simt", "backward_dq"): ("backward_dq_simt.cu", "backward_dq_simt"),
 }
+_WIDE_BACKWARD = ("backward_wgmma_wide.cu", "backward_wgmma_wide")  # family "wgmma", head dims above 128
 
 _LANES_PER_ROW = 8  # of delta, kernels_cu/include/backward_rows.cuh
+_DQ_STORE_THREADS = 256  # of family "wgmma": two warpgroups share a tile of dQ
 _LONGEST = 2**31 - 1024  # rows are counted in int32, rounded up to whole tiles
 
 
@@ -172,21 +174,25 @@ def plan_backward(
     if summed and config.family == "simt":
         return Plan(((rows, query_blocks), (main, key_blocks)), delta_floats, 0, section, ((task, config, origin),))
     if summed:
-        tile_bytes = resources.dq_floats(config, problem) * problem.itemsize
-        threads = config.threads - 128 if wgmma else config.threads
-        last = replace(main, name="backward_dq_store", threads=threads, shared_bytes=tile_bytes)
+        wide = resources.is_wide(task, config)
+        last = replace(
+            main,
+            name="backward_dq_store",
+            threads=_DQ_STORE_THREADS if wgmma else config.threads,
+            shared_bytes=0 if wide else resources.dq_floats(config, problem) * problem.itemsize,
+        )
+        persistent = wgmma and not wide
         launches = (
             (rows, query_blocks),
-            (main, min(key_blocks, limits.sm_count) if wgmma else key_blocks),
+            (main, min(key_blocks, limits.sm_count) if persistent else key_blocks),
             (last, query_blocks),
         )
         return Plan(
             launches,
             delta_floats,
-            query_blocks * resources.dq_floats(config, problem),
+            query_blocks * resources.dq_floats(config, problem) + persistent,  # and a counter of the blocks' works
             section,
             ((task, config, origin),),
-            dynamic=wgmma,
             map_rows=(config.Br, config.Br, config.Bc, config.Bc) if wgmma else (),
         )
     dq_config, dq_origin = choose("backward_dq", problem, limits, given)
@@ -214,7 +220,7 @@ def _backward_task(problem: Problem, limits: Limits, given: Given | None, mappab
 
 
 def _kernel(task: Task, config: TileConfig, problem: Problem, vector_bytes: int, limits: Limits) -> Kernel:
-    file, name = _FILES[config.family, task]
+    file, name = _WIDE_BACKWARD if resources.is_wide(task, config) else _FILES[config.family, task]
     shared_bytes = resources.shared_bytes(task, config, problem)
     defines = defines_of(task, config, problem, vector_bytes, shared_bytes, limits.arch)
     target = f"sm_{limits.arch}a" if config.family == "wgmma" else ""

@@ -225,13 +225,10 @@ class PreparedTensorBackward(Prepared):
     ) -> None:
         super().__init__(runtime, problem, plan, struct, arrays)
         self._maps = TensorMaps(runtime, arrays, plan.map_rows)
-        self._tile_counter = runtime.tile_counter if plan.dynamic else _no_counter
 
     def launch(self, *pointers: int) -> None:
         """Launches on the current stream; dout, q, k and v come first."""
-        maps = self._maps[pointers[: len(self.plan.map_rows)]]
-        counter = self._tile_counter(self._device, self._stream(self._device))
-        super().launch(maps, counter, *pointers)  # type: ignore[arg-type]
+        super().launch(self._maps[pointers[: len(self.plan.map_rows)]], *pointers)  # type: ignore[arg-type]
 
 
 def _no_counter(device: int, stream: int) -> int:

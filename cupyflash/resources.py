@@ -29,6 +29,11 @@ _WORKS, _WORK_BYTES = 2, 32  # announced ahead, kernels_cu/backward_wgmma.cu
 _DQ_PROGRESS_FLOATS = 1  # a counter, kernels_cu/include/dq_halves.cuh
 _BACKWARD_CONSUMER_REGISTERS = 240
 _CAP_REGISTERS = 24  # that tanh takes beside all scores of a tile
+# The backward above head dim 128 has one tile, and warpgroups of one role each: dV, dK, dQ, and the producer.
+_WIDE_TILE = 64
+_WIDE_WARPS = 16
+_WIDE_BUFFERS = 2  # of dS
+_WIDE_REGISTERS = 192  # per thread that sums dK; one that sums dV has some more
 
 _SIMT_SHARED_BYTES = {
     "forward": resources_simt.forward_shared_bytes,
@@ -81,7 +86,8 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
     if config.family == "simt":
         return _SIMT_SHARED_BYTES[task](Br, Bc, d, dv, stages, size)
     if config.family == "wgmma" and task != "forward":
-        return _wgmma_backward_shared_bytes(config, *(-(-x // _PANEL_COLUMNS) for x in (d, dv)))
+        formula = _wide_backward_shared_bytes if is_wide(task, config) else _wgmma_backward_shared_bytes
+        return formula(config, *(-(-x // _PANEL_COLUMNS) for x in (d, dv)))
     if config.family == "wgmma":
         consumers = _consumers(config)
         panels, panels_v = -(-d // _PANEL_COLUMNS), -(-dv // _PANEL_COLUMNS)
@@ -113,6 +119,21 @@ def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int)
     return _round_up(tiles + weights + sums + rows + barriers + flags, _PANEL_ALIGNMENT)
 
 
+def _wide_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int) -> int:
+    Br, Bc, stages = config.Br, config.Bc, config.stages
+    tiles = _PANEL_ROW_BYTES * (Bc + stages * Br) * (panels + panels_v)  # K, V, Q and dO
+    weights = (4 + 2 * _WIDE_BUFFERS) * Br * Bc  # P as float32, dS
+    rows = 2 * stages * Br * 4  # LSE and delta
+    barriers = 8 * (2 + 4 * stages + 2 * 2 * _WIDE_BUFFERS)  # P has at most as many buffers as dS
+    flags = 4 * _WIDE_BUFFERS + 4 * stages
+    return _round_up(tiles + weights + rows + barriers + flags, _PANEL_ALIGNMENT)
+
+
+def is_wide(task: Task, config: TileConfig) -> bool:
+    """Whether the kernel is the one for head dims above 128, whose warpgroups have one role each."""
+    return config.family == "wgmma" and task == "backward" and config.warps == _WIDE_WARPS
+
+
 def dq_floats(config: TileConfig, problem: Problem) -> int:
     """float32 workspace in which the backward sums the dQ of one query tile."""
     d, _ = tile_head_dims(problem.head_dim, problem.head_dim_v)
@@ -126,6 +147,8 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
     d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     if config.family == "simt":
         return 0
+    if is_wide(task, config):
+        return max(d, dv) // 2 + config.Br * 3 // 4  # of dK or dV, and S or dP in both forms
     if config.family == "wgmma" and task != "forward":
         score = config.Br + config.values_in_registers * dv // 4  # S, dP and V
         if problem.softcap:
@@ -147,6 +170,8 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
 
 def available_registers(task: Task, config: TileConfig) -> int:
     """32-bit registers that a thread can have; a consumer of family "wgmma" has some of the producer's."""
+    if is_wide(task, config):
+        return _WIDE_REGISTERS
     if config.family == "wgmma" and task != "forward":
         return _BACKWARD_CONSUMER_REGISTERS
     if config.family == "wgmma":
@@ -177,7 +202,7 @@ def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Li
     if config.family == "wgmma":
         return _why_not_wgmma(task, config, problem, limits)
     if task == "backward" and problem.deterministic:
-        return "dQ is added to its sum in any order; a deterministic backward has kernels of their own for dK and dV, and dQ"
+        return "dQ is added to its sum in any order; a deterministic backward takes one kernel for dK and dV and one for dQ"
     if config.family == "mma":
         tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
         return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)
@@ -218,12 +243,27 @@ def _why_not_wgmma_backward(task: Task, config: TileConfig, problem: Problem) ->
     if task != "backward":
         return f"no wgmma kernel for {task} alone: dQ, dK and dV have one kernel"
     if max(problem.head_dim, problem.head_dim_v) > 128:
-        return f"head dims {problem.head_dim} and {problem.head_dim_v}; the wgmma backward goes up to 128"
+        return _why_not_wide(config, problem)
     if config.warps != 4 * (_BACKWARD_CONSUMERS + 1) or config.Bc != 64 * _BACKWARD_CONSUMERS:
         return f"{config.warps} warps and Bc {config.Bc}; two consumer warpgroups of 64 keys and a producer are 12, 128"
     multiple = 16 if problem.head_dim > _PANEL_COLUMNS else 32  # the consumers share head dims of dQ, or queries
     if config.Br % multiple or not multiple <= config.Br <= 128:
         return f"Br is {config.Br}; it must be a multiple of {multiple} up to 128"
+    return None
+
+
+def _why_not_wide(config: TileConfig, problem: Problem) -> str | None:
+    if config.warps != _WIDE_WARPS or config.Br != _WIDE_TILE or config.Bc != _WIDE_TILE:
+        return (
+            f"{config.warps} warps, Br {config.Br} and Bc {config.Bc}; warpgroups with one role each, for head dims "
+            f"above 128, are {_WIDE_WARPS}, {_WIDE_TILE}, {_WIDE_TILE}"
+        )
+    if config.stages < 2:
+        return "stages is 1; the scores of a tile are computed beside the gradients of the one before, which takes 2"
+    if config.values_in_registers:
+        return "values_in_registers is of the kernel for head dims up to 128"
+    if problem.deterministic:
+        return "above head dim 128 dQ is added to its sum in any order; a deterministic backward is computed by mma"
     return None
 
 

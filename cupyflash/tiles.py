@@ -24,14 +24,15 @@ class TileConfig:
             multiply-adds, every GPU).
         Br: query rows per tile.
         Bc: keys per tile.
-        warps: per block; "wgmma": four per consumer warpgroup, which has 64 query rows (in the backward, 64 keys), and
-            four of the producer.
+        warps: per block; "wgmma": four per consumer warpgroup, which has 64 query rows (in the backward, 64 keys; above
+            head dim 128, one role for the 64 keys of the block), and four of the producer.
         stages: streamed tiles in flight (1: fetched between uses; 2: fetched under the computation before).
         blocks_per_sm: blocks that shall fit one SM; the compiler limits registers to that.
         score_warps_q: backward only, warps over the queries of S^T and dP^T; the others split their keys.
         grad_warps_d: backward only, warps over the head dims of dK and dV; the others split their keys.
         dq_warps_d: backward only, warps over the head dims of dQ; the others split its queries.
-        dq_first: backward only, dQ is computed before dK and dV, so that its reductions drain under their products.
+        dq_first: backward only, dQ is computed before dK and dV, so that its reductions drain under their products;
+            "wgmma": above head dim 128, the warpgroup of dQ is the block's first.
         stale_maximum: "wgmma" forward only, row maxima are taken in the first and in masked tiles of keys only; what
             then overflows is computed again.
         turns: "wgmma" forward only, the consumers take turns at the tensor cores; in the backward they always do.
@@ -39,8 +40,8 @@ class TileConfig:
             start.
         rounded_weights: "wgmma" backward only, dS is computed from the rounded P: fewer registers, less precision.
         values_in_registers: "wgmma" backward only, a consumer reads its values once.
-        first_stores: "wgmma" backward only, what comes first to a sum of dQ is stored, and others wait for it; else sums
-            are cleared before. Deterministic sums always do.
+        first_stores: "wgmma" backward to head dim 128 only, what comes first to a sum of dQ is stored, and others wait for
+            it; else sums are cleared before. Deterministic sums always do.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """

@@ -185,7 +185,7 @@ struct Producer {
 
     /// Whoever is free takes the next keys, as late as their loads can begin. No block has keys before it runs: others may
     /// wait for what becomes of them.
-    DEVICE i32 take() { return static_cast<i32>(atomic_add(params.tile_counter, 1)); }
+    DEVICE i32 take() { return static_cast<i32>(atomic_add(work_counter(params), 1)); }
 
     DEVICE void run() {
         const i32 key_tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
@@ -201,9 +201,6 @@ struct Producer {
             stream(work);
         }
         announce({-1, 0, 0, 0, {0, 0}, 0});
-        // The last block leaves the counters as it found them.
-        if (atomic_add(params.tile_counter + 1, 1) == grid_size() - 1)
-            params.tile_counter[0] = params.tile_counter[1] = 0;
     }
 };
 
@@ -822,9 +819,6 @@ KERNEL(128 * kConsumers, 1) void backward_dq_store(PARAMS(BackwardTensorParams) 
     } else {
         const i32 first = static_cast<i32>(dq_first_query(part)), rows = params.seqlen_q - first_query - first;
         dq += first * params.dq_row_stride;
-        if (dq_panel(part) == 0)
-            store_rows<Element, (kHeadDim < 64 ? kHeadDim : 64)>(dq, params.dq_row_stride, rows, dQ);
-        else
-            store_rows<Element, (kHeadDim > 64 ? kHeadDim - 64 : 8)>(dq + 64, params.dq_row_stride, rows, dQ);
+        store_rows(dq + 64 * dq_panel(part), params.dq_row_stride, rows, kHeadDim - 64 * dq_panel(part), dQ);
     }
 }

@@ -159,6 +159,27 @@ def hopper_backward_matrix():
     cases["other scores"] = [
         (wide, {"d": d, **score}) for d, score in product((64, 128), ({"scale": -0.1}, {"softcap": 30.0}))
     ]
+    roles = TileConfig("wgmma", 64, 64, 16, 2)
+    dims = {"float16": [(256, 256)], "bfloat16": [(256, 256), (192, 192), (160, 256), (224, 136)]}
+    cases |= {
+        f"roles, {dtype}, {band}": [(roles, {"d": d, "dv": dv, "dtype": dtype, "band": band}) for d, dv in dims[dtype]]
+        for dtype, band in product(dims, ("none", "causal", "window", "left"))
+    }
+    cases["roles, other scores"] = [
+        (roles, {"d": 256, "dtype": dtype, "band": band, **score})
+        for dtype, band, score in product(dims, ("none", "causal"), ({"scale": -0.1}, {"softcap": 30.0}))
+    ]
+    cases["roles, options"] = [
+        (dataclasses.replace(roles, **options), {"d": d, "dv": dv, "dtype": dtype, "band": band})
+        for (d, dv, band, options), dtype in product(
+            (
+                (256, 256, "causal", {"rounded_weights": True}),
+                (256, 256, "none", {"dq_first": True}),  # causal: 16 bytes of spills with NVRTC 13.5, none with 13.0
+                (192, 128, "causal", {"stages": 3}),
+            ),
+            dims,
+        )
+    ]
     return cases
 
 

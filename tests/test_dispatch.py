@@ -74,8 +74,9 @@ def aligned(shape, dtype=np.float16, offset=0):
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
-def arrays(B=2, Sq=100, Sk=130, H=4, Hk=2, D=64, dtype=np.float16):
-    return [aligned(shape, dtype) for shape in ((B, Sq, H, D), (B, Sk, Hk, D), (B, Sk, Hk, D), (B, Sq, H, D))]
+def arrays(B=2, Sq=100, Sk=130, H=4, Hk=2, D=64, Dv=None, dtype=np.float16):
+    Dv = Dv or D
+    return [aligned(shape, dtype) for shape in ((B, Sq, H, D), (B, Sk, Hk, D), (B, Sk, Hk, Dv), (B, Sq, H, Dv))]
 
 
 def forward(runtime_or_engine, q, k, v, out, lse=None, **options):
@@ -448,6 +449,21 @@ def test_launches_of_a_backward_with_tensor_maps(d, columns):
     assert (rows.threads, main.threads, store.threads) == (8 * 64, 384, 256)
     assert store.shared_bytes == 64 * columns * 2
     assert plan.map_rows == (64, 64, 128, 128)
+
+
+@pytest.mark.parametrize(("d", "dv", "columns"), [(136, 64, 192), (40, 136, 64), (256, 256, 256)])
+def test_launches_of_a_backward_of_roles(d, dv, columns):
+    q, k, v, _ = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2, D=d, Dv=dv)
+    given = TileConfig("wgmma", 64, 64, 16, 2)
+    plan = dispatch.plan_backward(Problem.of(q, k, v), 16, HOPPER, {"backward": given})
+    (rows, tiles), (main, key_tiles), (store, same_tiles) = plan.launches
+    assert len({(kernel.file, kernel.defines, kernel.target) for kernel in (rows, main, store)}) == 1
+    assert (main.file, main.name, main.target) == ("backward_wgmma_wide.cu", "backward_wgmma_wide", "sm_90a")
+    assert (tiles, key_tiles, same_tiles) == (3 * 4 * 2, 3 * 2 * 3, 3 * 4 * 2)
+    assert plan.dq_floats == tiles * 64 * columns
+    assert (rows.threads, main.threads, store.threads) == (8 * 64, 512, 256)
+    assert (rows.shared_bytes, store.shared_bytes) == (0, 0)
+    assert plan.map_rows == (64, 64, 64, 64)
 
 
 @pytest.mark.parametrize(

@@ -512,6 +512,12 @@ def test_hoppers_backward_is_right(on_hopper, case):
         (128, 128, TileConfig("wgmma", 64, 128, 12, 2, first_stores=False)),
         (128, 128, TileConfig("wgmma", 80, 128, 12, 2, rounded_weights=True)),
         (128, 64, TileConfig("wgmma", 64, 128, 12, 2, rounded_weights=True)),
+        (256, 256, TileConfig("wgmma", 64, 64, 16, 2)),
+        (256, 256, TileConfig("wgmma", 64, 64, 16, 2, rounded_weights=True)),
+        (256, 256, TileConfig("wgmma", 64, 64, 16, 2, dq_first=True)),
+        (192, 128, TileConfig("wgmma", 64, 64, 16, 3)),
+        (136, 256, TileConfig("wgmma", 64, 64, 16, 2)),
+        (224, 160, TileConfig("wgmma", 64, 64, 16, 2)),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 7)}, {"causal": True, "softcap": 9.0}])

@@ -104,6 +104,8 @@ def test_sizes_by_hand():
     rest = 2 * 2 * 64 * 4 + 1024  # LSE and delta; barriers and flags, rounded up to the alignment of panels
     assert shared_bytes("backward", WGMMA_BACKWARD, p) == hopper + rest
     assert shared_bytes("backward", WGMMA_BACKWARD, problem(40, 24)) == hopper + rest
+    roles = 2 * (3 * 64 * (256 + 192) + 2 * 64 * 64) + 4 * 64 * 64  # K, V; Q, dO twice; dS twice; P as float32
+    assert shared_bytes("backward", WGMMA_ROLES, problem(256, 136)) == roles + rest
     exchanged = dataclasses.replace(backward, score_warps_q=2)  # P too
     assert shared_bytes("backward", exchanged, p) == shared_bytes("backward", backward, p) + 2 * 128 * 32
 
@@ -115,6 +117,7 @@ FORWARD = TileConfig("mma", 128, 64, 4)
 BACKWARD = TileConfig("mma", 64, 128, 8, 2, 1, 2, 2, 4)
 WGMMA = TileConfig("wgmma", 128, 128, 12, 2)  # 64 rows for each of two consumer warpgroups
 WGMMA_BACKWARD = TileConfig("wgmma", 64, 128, 12, 2)  # 64 keys for each of them
+WGMMA_ROLES = TileConfig("wgmma", 64, 64, 16, 2)  # one role for each of them
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,12 @@ def test_registers(task, config, d, need, available):
             problem(dtype="float32", precision="tf32"),
             "wgmma kernels compute float16 and bfloat16, not float32",
         ),
-        (H200, "backward", problem(64, 136), "head dims 64 and 136; the wgmma backward goes up to 128"),
+        (
+            H200,
+            "backward",
+            problem(64, 136),
+            "12 warps, Br 128 and Bc 128; warpgroups with one role each, for head dims above 128, are 16, 64, 64",
+        ),
         *(
             (H200, task, problem(), f"no wgmma kernel for {task}: a deterministic backward is computed by mma")
             for task in ("backward_dkv", "backward_dq")
@@ -320,6 +328,18 @@ def test_space_of_the_backwards_warpgroups(d, dv, Br):
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize(
+    ("d", "dv", "stages"), [(256, 256, {2}), (136, 64, {2, 3}), (192, 128, {2, 3}), (192, 192, {2, 3})]
+)
+def test_space_of_the_backward_of_roles(d, dv, stages):
+    found = [config for config in space("backward", problem(d, dv), H200) if config.family == "wgmma"]
+    assert found == [
+        dataclasses.replace(WGMMA_ROLES, stages=number, rounded_weights=rounded, dq_first=dq_first)
+        for number in sorted(stages)
+        for rounded, dq_first in itertools.product((True, False), repeat=2)
+    ]
+
+
 def test_a_capped_score_needs_registers():
     """Its slope is kept in P, so that P is not only there rounded, beside what tanh takes."""
     config = dataclasses.replace(WGMMA_BACKWARD, Br=128, rounded_weights=True)
@@ -358,10 +378,50 @@ def test_why_not_a_backward_of_warpgroups(p, changes, reason):
     assert why_illegal("backward", dataclasses.replace(WGMMA_BACKWARD, **changes), p, H200) == reason
 
 
+@pytest.mark.parametrize(
+    ("p", "changes", "reason"),
+    [
+        (problem(256), {}, None),
+        (problem(136, 8, softcap=30.0), {"rounded_weights": True}, None),
+        (problem(128), {}, "16 warps and Bc 64; two consumer warpgroups of 64 keys and a producer are 12, 128"),
+        *(
+            (
+                problem(8, 136),
+                dataclasses.asdict(WGMMA_ROLES) | changes,
+                f"{warps} warps, Br {Br} and Bc {Bc}; warpgroups with one role each, for head dims above 128, are "
+                "16, 64, 64",
+            )
+            for changes, warps, Br, Bc in (
+                ({"warps": 12}, 12, 64, 64),
+                ({"Br": 80}, 16, 80, 64),
+                ({"Bc": 128}, 16, 64, 128),
+            )
+        ),
+        (
+            problem(136),
+            {"stages": 1},
+            "stages is 1; the scores of a tile are computed beside the gradients of the one before, which takes 2",
+        ),
+        *(
+            (problem(136), option, "values_in_registers is of the kernel for head dims up to 128")
+            for option in ({"values_in_registers": True},)
+        ),
+        (problem(256), {"stages": 3}, "needs 296960 bytes of shared memory per block; NVIDIA H200 has 232448"),
+    ],
+)
+def test_why_not_a_backward_of_roles(p, changes, reason):
+    assert why_illegal("backward", dataclasses.replace(WGMMA_ROLES, **changes), p, H200) == reason
+
+
+def test_a_backward_of_roles_has_registers_for_every_head_dim():
+    """256 columns of dK or dV, and the scores of 64 queries as float32 and rounded."""
+    assert registers("backward", WGMMA_ROLES, problem(256)) == 128 + 32 + 16
+    assert registers("backward", WGMMA_ROLES, problem(40, 136)) == 160 // 2 + 32 + 16
+
+
 def test_space_has_warpgroups_where_there_is_a_kernel():
     for task in TASKS:
         assert all(config.family == "mma" for config in space(task, problem(), A100))
-    assert all(config.family == "mma" for config in space("backward", problem(136), H200))
     for task in ("backward_dkv", "backward_dq"):
         assert all(config.family == "mma" for config in space(task, problem(), H200))
 

@@ -44,6 +44,9 @@ def _all(task: Task) -> Iterator[TileConfig]:
                     values_in_registers=values,
                     first_stores=first,
                 )
+        for stages in (2, 3) if task == "backward" else ():  # head dims above 128
+            for rounded, dq_first in product((True, False), repeat=2):
+                yield TileConfig("wgmma", 64, 64, 16, stages, rounded_weights=rounded, dq_first=dq_first)
         for Br, Bc, warps, stages in product((32, 64, 128), (64, 128), (4, 8), (1, 2)):
             for split, dq, dq_first in product((1, 2, 4), (1, 2, 4), (False, True)):
                 if task == "backward" or not dq_first:

@@ -140,12 +140,7 @@ BACKWARD = ParamStruct(
 )
 
 BACKWARD_TENSOR = ParamStruct(
-    "BackwardTensorParams",
-    (
-        *((f"{name}_map", _MAP) for name in ("dout", "q", "k", "v")),
-        ("tile_counter", "u32*"),  # as in the forward
-        *BACKWARD.fields,
-    ),
+    "BackwardTensorParams", (*((f"{name}_map", _MAP) for name in ("dout", "q", "k", "v")), *BACKWARD.fields)
 )
 
 

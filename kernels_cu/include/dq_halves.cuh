@@ -42,6 +42,12 @@ DEVICE u32* dq_progress(const Params& params, u32 tile) {
     return reinterpret_cast<u32*>(dq_sum_half(params, dq_tile(params, params.batch, 0, 0), 0)) + tile;
 }
 
+/// Counts the keys that blocks have taken up. Behind that.
+template <typename Params>
+DEVICE u32* work_counter(const Params& params) {
+    return dq_progress(params, dq_tile(params, params.batch, 0, 0));
+}
+
 /// The queries of a tile; none lie beyond the last.
 template <typename Params>
 DEVICE Range dq_queries(const Params& params, i32 tile) {
@@ -61,4 +67,6 @@ DEVICE void begin_dq(const Params& params) {
     }
     if (thread_index() == 0)
         *dq_progress(params, tile) = 0;
+    if (thread_index() == 0 && block_index() == 0)
+        *work_counter(params) = 0;
 }

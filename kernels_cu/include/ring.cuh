@@ -7,6 +7,11 @@ template <u32 kSize>
 struct Ring {
     u32 at = 0, parity = 0;
 
+    Ring() = default;
+    /// Where it is after `steps`; for who would rather compute it than keep it.
+    DEVICE explicit Ring(i32 steps)
+        : at(static_cast<u32>(steps) % kSize), parity(static_cast<u32>(steps) / kSize % 2) {}
+
     DEVICE void advance() {
         if (++at == kSize) {
             at = 0;

@@ -3,6 +3,7 @@
 #include "platform/convert.cuh"
 #include "platform/ldmatrix.cuh"
 #include "platform/math.cuh"
+#include "platform/reduce.cuh"
 #include "platform/stmatrix.cuh"
 #include "platform/thread.cuh"
 #include "panel_tile.cuh"
@@ -88,7 +89,29 @@ DEVICE void add_product(WarpgroupTile<TileV::kCols>& O,
             O.x, P.x + 4 * k, advance(v, TileV::step_along_rows(k)));
 }
 
-/// The same with A in registers.
+/// The same in products of up to kPartCols columns, a multiple of a panel's: ptxas wants one product's accumulators to fit
+/// the registers that a thread is launched with.
+template <u32 kPartCols, typename TileV>
+DEVICE void add_product_by_parts(WarpgroupTile<TileV::kCols>& O,
+                                 const WarpgroupOperand<typename TileV::Element, TileV::kRows>& P, u64 v) {
+    constexpr u32 kRest = TileV::kCols % kPartCols;
+    static_assert(kPartCols % TileV::kPanelCols == 0);
+#pragma unroll
+    for (u32 k = 0; k < TileV::kRows / 16; ++k) {
+        const u64 at = advance(v, TileV::step_along_rows(k));
+#pragma unroll
+        for (u32 first = 0; first + kPartCols <= TileV::kCols; first += kPartCols)
+            Wgmma<typename TileV::Element, kPartCols>::template registers<true, true>(
+                reinterpret_cast<float (&)[kPartCols / 2]>(O.x[first / 2]), P.x + 4 * k,
+                advance(at, first / TileV::kPanelCols * TileV::kPanelBytes));
+        if constexpr (kRest != 0)
+            Wgmma<typename TileV::Element, kRest>::template registers<true, true>(
+                reinterpret_cast<float (&)[kRest / 2]>(O.x[(TileV::kCols - kRest) / 2]), P.x + 4 * k,
+                advance(at, TileV::kCols / kPartCols * kPartCols / TileV::kPanelCols * TileV::kPanelBytes));
+    }
+}
+
+/// S = A B^T with A in registers.
 template <typename TileB>
 DEVICE void multiply_transposed(WarpgroupTile<TileB::kRows>& S,
                                 const WarpgroupOperand<typename TileB::Element, TileB::kCols>& A, u64 b) {
@@ -135,6 +158,21 @@ DEVICE void multiply(WarpgroupTile<kCols>& S, u64 a, u64 b) {
     }
 }
 
+/// O = A B, A in registers, for kCols columns of B, which has the summed index along its rows (`along_rows`, of the first panel
+/// of these columns). Asynchronous.
+template <typename TileB, u32 kCols>
+DEVICE void multiply(WarpgroupTile<kCols>& O, const WarpgroupOperand<typename TileB::Element, TileB::kRows>& A, u64 b) {
+    using Product = Wgmma<typename TileB::Element, kCols>;
+#pragma unroll
+    for (u32 k = 0; k < TileB::kRows / 16; ++k) {
+        const u64 at_b = advance(b, TileB::step_along_rows(k));
+        if (k == 0)
+            Product::template registers<false, true>(O.x, A.x, at_b);
+        else
+            Product::template registers<true, true>(O.x, A.x + 4 * k, at_b);
+    }
+}
+
 /// 64 rows of a tile in shared memory, from `first_row` on, as operand A in registers.
 template <typename TileA>
 DEVICE void load_operand(WarpgroupOperand<typename TileA::Element, TileA::kCols>& A, TileA& tile, u32 first_row) {
@@ -150,16 +188,24 @@ DEVICE void load_operand(WarpgroupOperand<typename TileA::Element, TileA::kCols>
 }
 
 /// A warpgroup's result, rounded, transposed to a panel in shared memory: its columns become rows, from `first_row` (a
-/// multiple of 8) on, its rows the panel's columns.
+/// multiple of 8) on, its rows the panel's columns. This is where a lane begins ...
+template <typename Tile>
+DEVICE SharedAddress transposed_place(Tile& tile, u32 first_row, u32 panel) {
+    const u32 lane = lane_index(), row = first_row + lane / 16 * 8 + lane % 8;
+    const u32 col = panel * Tile::kPanelCols + thread_index() % 128 / 32 * 16 + lane / 8 % 2 * 8;
+    return shared_address(&tile.at(row, col));
+}
+/// ... and this the store.
+template <typename Tile, u32 kCols>
+DEVICE void store_transposed(SharedAddress place, const WarpgroupOperand<typename Tile::Element, kCols>& x) {
+#pragma unroll
+    for (u32 k = 0; k < kCols / 16; ++k)
+        stmatrix_x4_transposed(place + 16 * k * Tile::kRowBytes, x.x + 4 * k);
+}
 template <typename Tile, u32 kCols>
 DEVICE void store_transposed(Tile& tile, u32 first_row, u32 panel,
                              const WarpgroupOperand<typename Tile::Element, kCols>& x) {
-    const u32 lane = lane_index(), row = first_row + lane / 16 * 8 + lane % 8;
-    const u32 col = panel * Tile::kPanelCols + thread_index() % 128 / 32 * 16 + lane / 8 % 2 * 8;
-    const SharedAddress to = shared_address(&tile.at(row, col));
-#pragma unroll
-    for (u32 k = 0; k < kCols / 16; ++k)
-        stmatrix_x4_transposed(to + 16 * k * Tile::kRowBytes, x.x + 4 * k);
+    store_transposed<Tile>(transposed_place(tile, first_row, panel), x);
 }
 
 /// A warpgroup's result as it lies in registers: 16 bytes of each thread, a thread after the other.
@@ -169,6 +215,14 @@ DEVICE void store_fragments(float* to, const WarpgroupTile<kCols>& tile) {
     for (u32 n = 0; n < kCols / 8; ++n)
         *reinterpret_cast<float4*>(to + 4 * (128 * n + thread_index() % 128)) =
             float4{tile.x[4 * n], tile.x[4 * n + 1], tile.x[4 * n + 2], tile.x[4 * n + 3]};
+}
+/// The same, added to what is there in global memory.
+template <u32 kCols>
+DEVICE void add_fragments(float* to, const WarpgroupTile<kCols>& tile) {
+    to += 4 * (thread_index() % 128);
+#pragma unroll
+    for (u32 n = 0; n < kCols / 8; ++n)
+        reduce_add4(to + 512 * n, tile.x[4 * n], tile.x[4 * n + 1], tile.x[4 * n + 2], tile.x[4 * n + 3]);
 }
 template <u32 kCols>
 DEVICE void load_fragments(WarpgroupTile<kCols>& tile, const float* from) {
@@ -197,10 +251,10 @@ DEVICE void transpose_quad(u32 (&word)[4]) {
     }
 }
 
-/// Rows [0, rows) of a warpgroup's result, rounded, to global memory: out is row 0, 16-byte aligned like every row.
-/// The four lanes of a row exchange pairs so that each writes 16 bytes.
-template <typename T, u32 kColsUsed, u32 kCols>
-DEVICE void store_rows(T* out, i64 row_stride, i32 rows, const WarpgroupTile<kCols>& tile) {
+/// Rows [0, rows) and columns [0, cols) of a warpgroup's result, rounded, to global memory: out is row 0, 16-byte aligned like
+/// every row, and cols a multiple of 8. The four lanes of a row exchange pairs so that each writes 16 bytes.
+template <typename T, u32 kCols>
+DEVICE void store_rows(T* out, i64 row_stride, i32 rows, u32 cols, const WarpgroupTile<kCols>& tile) {
     const u32 quad = lane_index() % 4;
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
@@ -214,8 +268,13 @@ DEVICE void store_rows(T* out, i64 row_stride, i32 rows, const WarpgroupTile<kCo
                     first + n < tile.kPairs ? pack<T>(tile.at(first + n, half, 0), tile.at(first + n, half, 1)) : 0;
             transpose_quad(word);
             const u32 col = 8 * (first + quad);
-            if (row < rows && ((kColsUsed % 32 == 0 && kColsUsed >= kCols) || col < kColsUsed))
+            if (row < rows && col < cols)
                 *reinterpret_cast<uint4*>(out + row * row_stride + col) = uint4{word[0], word[1], word[2], word[3]};
         }
     }
+}
+template <typename T, u32 kColsUsed, u32 kCols>
+DEVICE void store_rows(T* out, i64 row_stride, i32 rows, const WarpgroupTile<kCols>& tile) {
+    // Where whole quads are used, columns are not asked about.
+    store_rows(out, row_stride, rows, kColsUsed % 32 == 0 ? ~0u : kColsUsed, tile);
 }
