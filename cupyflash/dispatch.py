@@ -17,7 +17,7 @@ from .tuning import store
 
 _ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
 _LARGEST = {"float16": "65504.0f", "bfloat16": "3.3895e38f", "float32": "3.4028e38f"}
-_FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source file, name of the main kernel)
+FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source file, name of the main kernel)
     ("wgmma", "forward"): ("forward_wgmma.cu", "forward_wgmma"),
     ("mma", "forward"): ("forward_mma.cu", "forward_mma"),
     ("wgmma", "backward"): ("backward_wgmma.cu", "backward_wgmma"),
@@ -59,7 +59,8 @@ class Plan:
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
         dq_floats: float32 workspace in which dQ is summed; 0 where it is summed in place or has a kernel of its own.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
-        configs: the tiles chosen per task, and where each choice comes from ("tuned", "heuristic" or "given").
+        configs: the tiles chosen per task, and where each choice comes from: "tuned: " and the file, "heuristic" or
+            "given".
         dynamic: blocks take their tiles from a counter in global memory.
         map_rows: rows of q, k and v (backward: dout, q, k and v) that one load of the tensor memory accelerator moves;
             empty where the kernel has no use for tensor maps.
@@ -80,7 +81,7 @@ Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
 def choose(
     task: Task, problem: Problem, limits: Limits, given: Given | None = None, mappable: bool = True
 ) -> tuple[TileConfig, str]:
-    """The tiles for a task, and where the choice comes from.
+    """The tiles for a task, and where the choice comes from, as in ``Plan.configs``.
 
     Args:
         mappable: tensor maps can describe the inputs; family "wgmma" is considered only then.
@@ -90,18 +91,26 @@ def choose(
     """
     if given and task in given:
         return given[task], "given"
-    for tuned in store.find(task, problem, limits):
-        if resources.why_illegal(task, tuned, problem, limits) is None and (mappable or tuned.family != "wgmma"):
-            return tuned, "tuned"
-    found = [c for c in heuristics.candidates(task, problem, limits) if mappable or c.family != "wgmma"]
-    if not found:
-        listed = heuristics.listed(task, problem, limits)
+    for found in store.find_all(task, problem, limits):
+        if why_not(task, found.config, problem, limits, mappable) is None:
+            return found.config, found.origin
+    listed = heuristics.listed(task, problem, limits)
+    untuned = [config for config in listed if why_not(task, config, problem, limits, mappable) is None]
+    if not untuned:
         reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in listed})
         raise UnsupportedError(
             f"no {task} kernel for {problem.dtype}, head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
             f"on {limits.name} (sm_{limits.arch}): {'; '.join(reasons) or 'no tile fits its shared memory'}"
         )
-    return found[0], "heuristic"
+    return untuned[0], "heuristic"
+
+
+def why_not(task: Task, config: TileConfig, problem: Problem, limits: Limits, mappable: bool = True) -> str | None:
+    """The reason why a configuration is not for these arrays on this GPU, or None; ``mappable`` as in ``choose``."""
+    reason = resources.why_illegal(task, config, problem, limits)
+    if reason is None and config.family == "wgmma" and not mappable:
+        return "tensor maps need strides above 0, and addresses, strides and rows that are multiples of 16 bytes"
+    return reason
 
 
 def passed_over(
@@ -112,9 +121,7 @@ def passed_over(
     for other in heuristics.listed(task, problem, limits):
         if other.family == config.family:
             break
-        reason = resources.why_illegal(task, other, problem, limits)
-        if reason is None and other.family == "wgmma" and not mappable:
-            reason = "tensor maps need strides above 0, and addresses, strides and rows that are multiples of 16 bytes"
+        reason = why_not(task, other, problem, limits, mappable)
         reasons.setdefault(other.family, reason or "was slower where it was measured")
     return reasons
 
@@ -148,6 +155,12 @@ def plan_forward(
     )
 
 
+def backward_tasks(problem: Problem, limits: Limits) -> tuple[Task, ...]:
+    """One task where dQ is summed beside dK and dV; two where it is to be deterministic, or no kernel can sum it."""
+    summed = not problem.deterministic and bool(heuristics.candidates("backward", problem, limits))
+    return ("backward",) if summed else ("backward_dkv", "backward_dq")
+
+
 def plan_backward(
     problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None, mappable: bool = True
 ) -> Plan:
@@ -156,8 +169,8 @@ def plan_backward(
     Args:
         vector_bytes, mappable: as in ``plan_forward``, of all arrays and of dout, q, k and v.
     """
-    summed = not problem.deterministic and bool(heuristics.candidates("backward", problem, limits))
-    task: Task = "backward" if summed else "backward_dkv"
+    task, *apart = backward_tasks(problem, limits)
+    summed = not apart
     config, origin = choose(task, problem, limits, given, mappable and vector_bytes == 16)
     main = _kernel(task, config, problem, vector_bytes, limits)
     wgmma = config.family == "wgmma"
@@ -199,7 +212,7 @@ def plan_backward(
 
 
 def _kernel(task: Task, config: TileConfig, problem: Problem, vector_bytes: int, limits: Limits) -> Kernel:
-    file, name = _FILES[config.family, task]
+    file, name = FILES[config.family, task]
     shared_bytes = resources.shared_bytes(task, config, problem)
     defines = defines_of(task, config, problem, vector_bytes, shared_bytes, limits.arch)
     target = f"sm_{limits.arch}a" if config.family == "wgmma" else ""

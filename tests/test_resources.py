@@ -64,7 +64,7 @@ def spread(family, task):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("family", "task"), dispatch._FILES)
+@pytest.mark.parametrize(("family", "task"), dispatch.FILES)
 def test_the_compiler_finds_the_same_size(family, task):
     def failure(case):
         try:
@@ -79,7 +79,7 @@ def test_the_compiler_finds_the_same_size(family, task):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("family", "task"), dispatch._FILES)
+@pytest.mark.parametrize(("family", "task"), dispatch.FILES)
 @pytest.mark.parametrize("error", [-128, 16])
 def test_a_wrong_size_does_not_compile(family, task, error):
     dtype, precision = {"wgmma": ("float16", "ieee"), "mma": ("float32", "tf32"), "simt": ("float32", "ieee")}[family]
