@@ -10,7 +10,7 @@ from cupyflash import dispatch, engine
 from cupyflash.problem import Problem
 from cupyflash.resources import KNOWN_GPUS
 from cupyflash.tiles import TileConfig
-from cupyflash.tuning import first_call, layers, settings, store
+from cupyflash.tuning import first_call, kernel_hash, layers, settings, store
 from cupyflash.tuning.entries import Entry, Kind
 
 L4 = KNOWN_GPUS["L4"]  # of whose architecture nothing ships
@@ -95,14 +95,31 @@ def test_what_is_measured_is_not_tuned_again(tuner):
 
 
 @pytest.mark.usefixtures("asked")
-def test_a_kind_is_tried_once(tuner, monkeypatch):
-    """A tuner that keeps nothing has found nothing better."""
+def test_a_tuner_that_keeps_nothing_is_not_asked_again(tuner, monkeypatch):
+    """Nor by the next process: what is taken is noted, with the kernel that it was found for."""
+    pytest.importorskip("filelock")
     calls = []
     monkeypatch.setattr(first_call, "run_tuner", lambda *arguments: calls.append(arguments))
+    present, _ = dispatch.choose("forward", problem(), L4)
+    for _ in range(2):
+        first_call.tune_if_asked(("forward",), problem(), L4)
+        monkeypatch.setattr(first_call, "_tried", set())
+    assert len(calls) == 1
+    assert dispatch.choose("forward", problem(), L4) == (present, "tuned: user NVIDIA_L4.yaml")
+    (found,) = store.find("forward", problem(), L4)
+    assert found.entry.kind == Kind.of("forward", problem())
+    assert not kernel_hash.is_stale(present.family, "forward", found.entry.measured.kernel)
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_kind_is_tried_once(tuner, monkeypatch):
+    """Even if nothing can be written."""
+    calls = []
+    monkeypatch.setattr(first_call, "run_tuner", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(store, "keep", lambda *arguments: None)
     for _ in range(3):
         first_call.tune_if_asked(("forward",), problem(), L4)
     assert len(calls) == 1
-    assert dispatch.choose("forward", problem(), L4)[1] == "heuristic"
 
 
 @pytest.mark.usefixtures("asked")

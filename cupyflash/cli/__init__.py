@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import cupyflash
-from cupyflash.resources import KNOWN_GPUS
-
-_PROBLEM = (
-    'as in "B=8 S=256 H=12 D=64 dtype=bfloat16 causal"; also Sq, Sk, Hk, Dv, scale, softcap, window=LEFT,RIGHT, '
-    "precision, deterministic, and gpu=H200 to plan for another GPU"
-)
+from cupyflash.cli import config
+from cupyflash.cli.explain import PROBLEM_HELP, explain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,9 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     info = commands.add_parser("info", help="what this machine has, and which kernel a problem takes")
-    info.add_argument("--explain", metavar="PROBLEM", help=f"how the GPU would compute a problem, {_PROBLEM}")
+    info.add_argument("--explain", metavar="PROBLEM", help=f"how the GPU would compute a problem, {PROBLEM_HELP}")
 
-    config = _add_config(commands)
+    config_parser = commands.add_parser("config", help="tuned tiles: where they are, which are taken, and moving them")
+    config.add_arguments(config_parser)
 
     demo = commands.add_parser("demo", help="sentence embeddings and one very long sequence")
     demo.add_argument(
@@ -45,14 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from cupyflash.cli.info import current_gpu, machine
 
     if options.command == "config":
-        from cupyflash.cli.config import ACTIONS
-
         try:
-            return ACTIONS[options.action](options, current_gpu)
+            return config.run(options, current_gpu)
         except (OSError, RuntimeError, TypeError, ValueError) as error:
-            config.error(f"{options.action}: {error}")
-
-    from cupyflash.cli.explain import explain
+            config_parser.error(f"{options.action}: {error}")
 
     if options.explain is None:
         print(machine())
@@ -62,30 +54,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError) as error:
         info.error(f"--explain: {error}")
     return 0
-
-
-def _add_config(commands: Any) -> argparse.ArgumentParser:
-    """The parser of ``cupyflash config``, whose actions are those of ``cli.config.ACTIONS``."""
-    config: argparse.ArgumentParser = commands.add_parser(
-        "config", help="tuned tiles: where they are, which are taken, and moving them"
-    )
-    actions = config.add_subparsers(dest="action", required=True)
-    gpu: dict[str, Any] = {"choices": list(KNOWN_GPUS), "help": "default: this machine's"}
-    where = actions.add_parser("where", help="the files that are looked at, first to last")
-    where.add_argument("--gpu", **gpu)
-    why = actions.add_parser("why", help="which tiles a problem takes, and why not others")
-    why.add_argument("problem", nargs="+", metavar="PROBLEM", help=_PROBLEM)
-    show = actions.add_parser("show", help="the entries for a GPU, or those of a file")
-    show.add_argument("file", nargs="?", type=Path, metavar="FILE")
-    show.add_argument("--gpu", **gpu)
-    export = actions.add_parser("export", help="all entries for a GPU as one file")
-    export.add_argument("file", type=Path, metavar="FILE", help='a new file; "-" prints it')
-    export.add_argument("--gpu", **gpu)
-    import_ = actions.add_parser("import", help="adds the entries of files to the user's, the better of each kind")
-    import_.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    merge = actions.add_parser("merge", help="makes one file of several for one GPU model, the better of each kind")
-    merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    merge.add_argument("--out", "-o", type=Path, required=True, metavar="FILE", help='a new file; "-" prints it')
-    check = actions.add_parser("check", help="says what in files cannot be used, or was measured with other kernels")
-    check.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all that there are")
-    return config

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 from cupyflash import dispatch, resources
-from cupyflash.cli.explain import describe, describe_config, describe_gpu, problem_and_gpu, vector_bytes_as_allocated
+from cupyflash.cli.explain import (
+    PROBLEM_HELP,
+    describe,
+    describe_config,
+    describe_gpu,
+    problem_and_gpu,
+    vector_bytes_as_allocated,
+)
 from cupyflash.problem import Band, Problem
 from cupyflash.resources import KNOWN_GPUS, Limits
 from cupyflash.tiles import Task
@@ -21,6 +29,34 @@ from cupyflash.tuning.kernel_hash import is_stale
 from cupyflash.tuning.merging import merge
 
 CurrentGpu = Callable[[], Limits]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True)
+    gpu: dict[str, Any] = {"choices": list(KNOWN_GPUS), "help": "default: this machine's"}
+    where = actions.add_parser("where", help="the files that are looked at, first to last")
+    where.add_argument("--gpu", **gpu)
+    why = actions.add_parser("why", help="which tiles a problem takes, and why not others")
+    why.add_argument("problem", nargs="+", metavar="PROBLEM", help=PROBLEM_HELP)
+    show = actions.add_parser("show", help="the entries for a GPU, or those of a file")
+    show.add_argument("file", nargs="?", type=Path, metavar="FILE")
+    show.add_argument("--gpu", **gpu)
+    export = actions.add_parser("export", help="all entries for a GPU as one file")
+    export.add_argument("file", type=Path, metavar="FILE", help='a new file; "-" prints it')
+    export.add_argument("--gpu", **gpu)
+    import_ = actions.add_parser("import", help="adds the entries of files to the user's, the better of each kind")
+    import_.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    merge = actions.add_parser("merge", help="makes one file of several for one GPU model, the better of each kind")
+    merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    merge.add_argument("--out", "-o", type=Path, required=True, metavar="FILE", help='a new file; "-" prints it')
+    check = actions.add_parser("check", help="says what in files cannot be used, or was measured with other kernels")
+    check.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all that there are")
+
+
+def run(options: Namespace, current_gpu: CurrentGpu) -> int:
+    """Runs the chosen action; what keeps it from that is raised as OSError, RuntimeError, TypeError or ValueError."""
+    return _ACTIONS[options.action](options, current_gpu)
 
 
 def where(options: Namespace, current_gpu: CurrentGpu) -> int:
@@ -126,7 +162,7 @@ def check(options: Namespace, current_gpu: CurrentGpu) -> int:
     return status
 
 
-ACTIONS: dict[str, Callable[[Namespace, CurrentGpu], int]] = {
+_ACTIONS: dict[str, Callable[[Namespace, CurrentGpu], int]] = {
     "where": where,
     "why": why,
     "show": show,

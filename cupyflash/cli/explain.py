@@ -16,6 +16,10 @@ from cupyflash.tiles import TileConfig
 DEFAULTS = {"B": 1, "S": 1024, "H": 16, "D": 64}
 SIZES = ("B", "S", "Sq", "Sk", "H", "Hk", "D", "Dv")
 NUMBERS = ("scale", "softcap")
+PROBLEM_HELP = (
+    'as in "B=8 S=256 H=12 D=64 dtype=bfloat16 causal"; also Sq, Sk, Hk, Dv, scale, softcap, window=LEFT,RIGHT, '
+    "precision, deterministic, and gpu=H200 to plan for another GPU"
+)
 WORDS = ("causal", "window", "dtype", "precision", "deterministic", "gpu")
 
 
