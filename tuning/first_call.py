@@ -61,9 +61,7 @@ def _keep_present(task: Task, problem: Problem, limits: Limits) -> None:
     from ..dispatch import choose  # which imports the store
 
     config, _ = choose(task, problem, limits)
-    measured = Measured(
-        kernel=kernel_hash(config.family, task), provenance="tuning at the first call found nothing better"
-    )
+    measured = Measured(kernel=kernel_hash(config.family, task), provenance="taken after tuning at a first call")
     store.keep([Entry(Kind.of(task, problem), config, measured)], limits)
 
 
