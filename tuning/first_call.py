@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import cast
 
 from ..problem import Problem
 from ..resources import Limits
@@ -74,14 +75,14 @@ def run_tuner(task: Task, problem: Problem, limits: Limits) -> None:
 
     from cupy.cuda.runtime import getDevice
 
-    from .tasks import Size, TuningTask  # type: ignore[import-not-found]
-    from .tuner import tune, visible_gpus  # type: ignore[import-not-found]
+    from .tasks import DtypeKind, Size, TuningTask
+    from .tuner import tune, visible_gpus
 
     kind = Kind.of(task, problem)
     assert kind.length is not None
     assert kind.rows is not None
     length = min(kind.length, _LONGEST)
-    described = TuningTask(task, kind.dtype, kind.head_dim, kind.head_dim_v, kind.masked)
+    described = TuningTask(task, cast(DtypeKind, kind.dtype), kind.head_dim, kind.head_dim_v, kind.masked)
     heads = described.problem(Size(length, 1)).num_heads
     size = Size(length, max(1, round(kind.rows / (heads * length))))
     with TemporaryDirectory() as folder:  # the journals of the user's own tunes stay as they are
