@@ -1,4 +1,4 @@
-"""The ``cupyflash`` command: ``info``, ``config`` and ``demo``."""
+"""The ``cupyflash`` command: ``info``, ``tune``, ``config`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cupyflash
-from cupyflash.cli import config
+from cupyflash.cli import config, tune
 from cupyflash.cli.explain import PROBLEM_HELP, explain
 
 
@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config_parser = commands.add_parser("config", help="tuned tiles: where they are, which are taken, and moving them")
     config.add_arguments(config_parser)
 
+    tuning = commands.add_parser("tune", help="find the fastest tiles for this machine's GPUs")
+    tune.add_arguments(tuning)
+
     demo = commands.add_parser("demo", help="sentence embeddings and one very long sequence")
     demo.add_argument(
         "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: the GPU if there is one"
@@ -37,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cupyflash import demo as demonstration
 
         return demonstration.run(options.device, options.tokens, options.model)
+
+    if options.command == "tune":
+        try:
+            return tune.run(options)
+        except (ImportError, ValueError, RuntimeError) as error:
+            tuning.error(str(error))
 
     from cupyflash.cli.info import current_gpu, machine
 
