@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import cupy as cp
 import ml_dtypes
 import numpy as np
-import yaml
 
 import cupyflash
 from cupyflash.dispatch import plan_backward, plan_forward
@@ -31,8 +31,10 @@ from cupyflash.problem import Problem
 from cupyflash.runtime.cuda import CudaRuntime
 from cupyflash.runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR
 from cupyflash.tiles import Task, TileConfig
+from cupyflash.tuning.entries import Entry, Kind, Measured, Winners
+from cupyflash.tuning.files import text_of
+from cupyflash.tuning.kernel_hash import kernel_hash
 from cupyflash.tuning.space import space
-from cupyflash.tuning.store import key
 
 TOKENS, HIDDEN = 16384, 2048
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "tf32": np.float32}
@@ -149,13 +151,12 @@ def main() -> None:
                     numbers = {name: value for name, value in asdict(config).items() if value != 1}
                     print("  ", " ".join(f"{rate:6.1f}" for rate in rates), numbers, flush=True)
                 if ranked:
-                    names = ("task", "dtype", "head_dim", "head_dim_v", "masked")
-                    entry = dict(zip(names, key(task, cases[0].problem), strict=True))
-                    winners.append({**entry, "config": asdict(ranked[0][0])})
+                    kind, winner = Kind.of(task, cases[0].problem).general(), ranked[0][0]
+                    measured = Measured(kernel=kernel_hash(winner.family, task), provenance="benchmarks/sweep.py")
+                    winners.append(Entry(kind, winner, measured))
     if arguments.yaml:
-        content = {"device": runtime.limits().name, "winners": winners}
-        with open(arguments.yaml, "w", encoding="utf-8") as file:
-            yaml.safe_dump(content, file, sort_keys=False, default_flow_style=None, width=160)
+        text = text_of(Winners(runtime.limits(), tuple(winners)))
+        Path(arguments.yaml).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from .tuning import store
 
 _ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
 _LARGEST = {"float16": "65504.0f", "bfloat16": "3.3895e38f", "float32": "3.4028e38f"}
-_FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source file, name of the main kernel)
+FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source file, name of the main kernel)
     ("wgmma", "forward"): ("forward_wgmma.cu", "forward_wgmma"),
     ("mma", "forward"): ("forward_mma.cu", "forward_mma"),
     ("wgmma", "backward"): ("backward_wgmma.cu", "backward_wgmma"),
@@ -29,7 +29,7 @@ _FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source f
     ("simt", "backward_dkv"): ("backward_simt.cu", "backward_simt"),
     ("simt", "backward_dq"): ("backward_dq_simt.cu", "backward_dq_simt"),
 }
-_WIDE_BACKWARD = ("backward_wgmma_wide.cu", "backward_wgmma_wide")  # family "wgmma", head dims above 128
+WIDE_BACKWARD = ("backward_wgmma_wide.cu", "backward_wgmma_wide")  # family "wgmma", head dims above 128
 
 _LANES_PER_ROW = 8  # of delta, kernels_cu/include/backward_rows.cuh
 _DQ_STORE_THREADS = 256  # of family "wgmma": two warpgroups share a tile of dQ
@@ -61,7 +61,8 @@ class Plan:
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
         dq_floats: float32 workspace in which dQ is summed; 0 where it is summed in place or has a kernel of its own.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
-        configs: the tiles chosen per task, and where each choice comes from ("tuned", "heuristic" or "given").
+        configs: the tiles chosen per task, and where each choice comes from: "tuned: " and the file, "heuristic" or
+            "given".
         dynamic: blocks take their tiles from a counter in global memory.
         map_rows: rows of q, k and v (backward: dout, q, k and v) that one load of the tensor memory accelerator moves;
             empty where the kernel has no use for tensor maps.
@@ -82,7 +83,7 @@ Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
 def choose(
     task: Task, problem: Problem, limits: Limits, given: Given | None = None, mappable: bool = True
 ) -> tuple[TileConfig, str]:
-    """The tiles for a task, and where the choice comes from.
+    """The tiles for a task, and where the choice comes from, as in ``Plan.configs``.
 
     Args:
         mappable: tensor maps can describe the inputs; family "wgmma" is considered only then.
@@ -92,18 +93,26 @@ def choose(
     """
     if given and task in given:
         return given[task], "given"
-    for tuned in store.find(task, problem, limits):
-        if resources.why_illegal(task, tuned, problem, limits) is None and (mappable or tuned.family != "wgmma"):
-            return tuned, "tuned"
-    found = [c for c in heuristics.candidates(task, problem, limits) if mappable or c.family != "wgmma"]
-    if not found:
-        listed = heuristics.listed(task, problem, limits)
+    for found in store.find_all(task, problem, limits):
+        if why_not(task, found.config, problem, limits, mappable) is None:
+            return found.config, found.origin
+    listed = heuristics.listed(task, problem, limits)
+    untuned = [config for config in listed if why_not(task, config, problem, limits, mappable) is None]
+    if not untuned:
         reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in listed})
         raise UnsupportedError(
             f"no {task} kernel for {problem.dtype}, head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
             f"on {limits.name} (sm_{limits.arch}): {'; '.join(reasons) or 'no tile fits its shared memory'}"
         )
-    return found[0], "heuristic"
+    return untuned[0], "heuristic"
+
+
+def why_not(task: Task, config: TileConfig, problem: Problem, limits: Limits, mappable: bool = True) -> str | None:
+    """The reason why a configuration is not for these arrays on this GPU, or None; ``mappable`` as in ``choose``."""
+    reason = resources.why_illegal(task, config, problem, limits)
+    if reason is None and config.family == "wgmma" and not mappable:
+        return "tensor maps need strides above 0, and addresses, strides and rows that are multiples of 16 bytes"
+    return reason
 
 
 def passed_over(
@@ -114,9 +123,7 @@ def passed_over(
     for other in heuristics.listed(task, problem, limits):
         if other.family == config.family:
             break
-        reason = resources.why_illegal(task, other, problem, limits)
-        if reason is None and other.family == "wgmma" and not mappable:
-            reason = "tensor maps need strides above 0, and addresses, strides and rows that are multiples of 16 bytes"
+        reason = why_not(task, other, problem, limits, mappable)
         reasons.setdefault(other.family, reason or "was slower where it was measured")
     return reasons
 
@@ -150,6 +157,19 @@ def plan_forward(
     )
 
 
+def backward_tasks(
+    problem: Problem, limits: Limits, given: Given | None = None, mappable: bool = True
+) -> tuple[Task, ...]:
+    """One task where one kernel computes all gradients; two where that one could not sum dQ, or not deterministically."""
+    apart: tuple[Task, ...] = ("backward_dkv", "backward_dq")
+    if given and "backward" in given and (not problem.deterministic or given["backward"].family == "wgmma"):
+        return ("backward",)
+    if given and "backward_dkv" in given:
+        return apart
+    found = heuristics.candidates("backward", problem, limits)
+    return ("backward",) if any(mappable or config.family != "wgmma" for config in found) else apart
+
+
 def plan_backward(
     problem: Problem, vector_bytes: int, limits: Limits, given: Given | None = None, mappable: bool = True
 ) -> Plan:
@@ -158,8 +178,8 @@ def plan_backward(
     Args:
         vector_bytes, mappable: as in ``plan_forward``, of all arrays and of dout, q, k and v.
     """
-    task = _backward_task(problem, limits, given, mappable and vector_bytes == 16)
-    summed = task == "backward"
+    task, *apart = backward_tasks(problem, limits, given, mappable and vector_bytes == 16)
+    summed = not apart
     config, origin = choose(task, problem, limits, given, mappable and vector_bytes == 16)
     main = _kernel(task, config, problem, vector_bytes, limits)
     wgmma = config.family == "wgmma"
@@ -206,21 +226,8 @@ def plan_backward(
     )
 
 
-def _backward_task(problem: Problem, limits: Limits, given: Given | None, mappable: bool) -> Task:
-    """Whether one kernel computes all gradients, or one dK and dV and another one dQ."""
-    for task in ("backward", "backward_dkv"):
-        if (
-            given
-            and task in given
-            and (not problem.deterministic or task == "backward_dkv" or given[task].family == "wgmma")
-        ):
-            return task  # type: ignore[return-value]  # mypy takes the names for any strings
-    found = heuristics.candidates("backward", problem, limits)
-    return "backward" if any(mappable or config.family != "wgmma" for config in found) else "backward_dkv"
-
-
 def _kernel(task: Task, config: TileConfig, problem: Problem, vector_bytes: int, limits: Limits) -> Kernel:
-    file, name = _WIDE_BACKWARD if resources.is_wide(task, config) else _FILES[config.family, task]
+    file, name = WIDE_BACKWARD if resources.is_wide(task, config) else FILES[config.family, task]
     shared_bytes = resources.shared_bytes(task, config, problem)
     defines = defines_of(task, config, problem, vector_bytes, shared_bytes, limits.arch)
     target = f"sm_{limits.arch}a" if config.family == "wgmma" else ""

@@ -13,10 +13,11 @@ from operator import or_
 from typing import Any, Protocol
 
 from .arrays import Array
-from .dispatch import Given, Kernel, Plan, plan_backward, plan_forward
+from .dispatch import Given, Kernel, Plan, backward_tasks, plan_backward, plan_forward
 from .problem import Problem
 from .resources import Limits
 from .runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR, ParamBlock, ParamStruct
+from .tiles import Task
 
 Launcher = Callable[[ParamBlock, int], None]  # a kernel ready to launch: takes its parameters and a stream
 
@@ -68,11 +69,22 @@ class Runtime(Protocol):
 
 
 class Engine:
-    """Attention forward and backward on one runtime; ``given`` are tiles that are not to be chosen."""
+    """Attention forward and backward on one runtime.
 
-    def __init__(self, runtime: Runtime, given: Given | None = None) -> None:
+    Args:
+        given: tiles that are not to be chosen.
+        before_planning: called with the tasks, the problem and the limits of what is about to be planned for a launch.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        given: Given | None = None,
+        before_planning: Callable[[tuple[Task, ...], Problem, Limits], None] | None = None,
+    ) -> None:
         self._runtime = runtime
         self._given = given
+        self._before_planning = before_planning
         self._prepared: dict[Any, Prepared] = {}
 
     def check(self, problem: Problem) -> None:
@@ -99,8 +111,10 @@ class Engine:
         key = (problem, q.strides, k.strides, v.strides, out.strides, bits, self._runtime.device())
         prepared = self._prepared.get(key)
         if prepared is None:
-            width = vector_bytes(problem, arrays, bits)
-            plan = plan_forward(problem, width, self._runtime.limits(), self._given, mappable(arrays[:3]))
+            width, limits = vector_bytes(problem, arrays, bits), self._runtime.limits()
+            if self._before_planning:
+                self._before_planning(("forward",), problem, limits)
+            plan = plan_forward(problem, width, limits, self._given, mappable(arrays[:3]))
             prepared = self._prepare(key, plan, FORWARD_TENSOR if plan.map_rows else FORWARD, arrays)
         return prepared.launch
 
@@ -133,8 +147,10 @@ class Engine:
         key = (problem, *(array.strides for array in arrays), bits, self._runtime.device())
         prepared = self._prepared.get(key)
         if prepared is None:
-            width = vector_bytes(problem, arrays, bits)
-            plan = plan_backward(problem, width, self._runtime.limits(), self._given, mappable(arrays[:4]))
+            width, limits = vector_bytes(problem, arrays, bits), self._runtime.limits()
+            if self._before_planning:
+                self._before_planning(backward_tasks(problem, limits), problem, limits)
+            plan = plan_backward(problem, width, limits, self._given, mappable(arrays[:4]))
             prepared = self._prepare(key, plan, BACKWARD_TENSOR if plan.map_rows else BACKWARD, arrays)
         launch_on, workspace = prepared.launch, self._runtime.workspace
         delta_floats = -(-prepared.plan.delta_floats // 64) * 64  # keeps the sum behind it aligned

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from .engine import Engine
 from .runtime.cuda import CudaRuntime
+from .tuning.first_call import tune_if_asked
 
-_engine = Engine(CudaRuntime())
+_engine = Engine(CudaRuntime(), before_planning=tune_if_asked)
 
 check = _engine.check
 forward = _engine.forward

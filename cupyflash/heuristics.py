@@ -40,6 +40,12 @@ _FORWARD_TIGHT = (
     (128, ((64, 64, 4), (64, 32, 4), (32, 32, 2))),
     (256, ((64, 48, 4), (64, 32, 4), (32, 32, 2), (16, 32, 1), (16, 16, 1))),
 )
+# (Br, Bc, warps, stages, rounded_weights)
+_WGMMA_BACKWARD = (
+    (64, ((128, 128, 12, 2, 1), (64, 128, 12, 2, 0))),
+    (128, ((64, 128, 12, 2, 0), (48, 128, 12, 2, 0))),
+    (256, ((64, 64, 16, 2, 0),)),
+)
 # Backward: (Br, Bc, warps, stages, score_warps_q, grad_warps_d, dq_warps_d).
 _BACKWARD = (
     (64, ((32, 128, 4, 2, 1, 1, 2), (64, 128, 8, 2, 1, 1, 1), (64, 64, 4, 2, 1, 1, 1), (32, 64, 4, 1, 1, 1, 2))),
@@ -117,10 +123,18 @@ def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 
 
 def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
-    if task != "forward":
-        return []
     head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
-    return [TileConfig("wgmma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(_WGMMA, head_dim)]
+    if task == "forward":
+        return [TileConfig("wgmma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(_WGMMA, head_dim)]
+    if task == "backward":
+        found = _first_fit(_WGMMA_BACKWARD, head_dim)
+        # Without a mask all blocks of a head come to its first sums of dQ at once, and few tiles are left to catch up.
+        stores = head_dim > 64 or problem.is_masked
+        return [
+            TileConfig("wgmma", Br, Bc, warps, stages, rounded_weights=bool(rounded), first_stores=stores)
+            for Br, Bc, warps, stages, rounded in found
+        ]
+    return []
 
 
 def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:

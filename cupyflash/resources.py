@@ -208,7 +208,8 @@ def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Li
         return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)
     if task == "backward" and problem.dtype != "float32":
         return f"dQ is summed in place, in float32; the gradients are {problem.dtype}"
-    return None
+    tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
+    return resources_simt.why_uneven(task, config.Br, config.Bc, config.warps, *tile_dims, config.dq_warps_d)
 
 
 def _why_not_mma(problem: Problem, limits: Limits) -> str | None:

@@ -40,6 +40,37 @@ def warps_over_dq_columns(Br: int, d: int, warps: int) -> int:
     return split
 
 
+def why_uneven(task: str, Br: int, Bc: int, warps: int, d: int, dv: int, dq_warps: int) -> str | None:
+    """Why warps and their lanes cannot share the tiles of a pass, or None if they can; as thread_gemm.cuh asserts."""
+    name, rows = ("Br", Br) if task in ("forward", "backward_dq") else ("Bc", Bc)
+    if rows % warps or Br % 8 or Bc % 8:
+        return f"Br is {Br} and Bc {Bc}; {warps} warps share {name}, and both must be multiples of 8"
+    own = rows // warps
+    products = {
+        "forward": [(own, Bc), (own, dv)],
+        "backward": [(own, Br), (own, d), (own, dv)],
+        "backward_dkv": [(own, Br), (own, d), (own, dv)],
+        "backward_dq": [(own, Bc), (own, d)],
+    }[task]
+    if task == "backward":
+        if warps % dq_warps or Br * dq_warps % warps or d % dq_warps:
+            return f"dq_warps_d is {dq_warps}; it must divide {warps} warps and {d} columns, the others Br of {Br}"
+        products.append((Br * dq_warps // warps, d // dq_warps))
+    lanes = [lanes_over_rows(*product) for product in products]
+    if task == "forward" and lanes[0] and dv * lanes[0] % 32:
+        lanes[1] = 0  # O is shared as S is
+    for (m, n), found in zip(products, lanes, strict=True):
+        if not found:
+            return f"the lanes of a warp cannot share {m} x {n} results evenly"
+    return None
+
+
+def lanes_over_rows(rows: int, cols: int) -> int:
+    """Lanes over the rows of a warp's results, 0 if no number of them shares evenly; thread_gemm.cuh has the reason."""
+    fitting = [lanes for lanes in (2, 4, 8) if rows % lanes == 0 and cols * lanes % 32 == 0]
+    return min(fitting, key=lambda lanes: rows // lanes + cols * lanes // 32, default=0)
+
+
 def default_tiles(direction: str, d: int, dv: int, shared_limit: int) -> tuple[int, int, int, int]:
     """Tiles for a pass where nothing has been measured, by the shared memory that a block may use.
 

@@ -1,7 +1,16 @@
 """The backends, as a fixture; tests marked gpu are skipped, with the reason, where there is none."""
 
+import os
+
 import pytest
 from backends import BACKENDS
+
+from cupyflash.tuning import store
+
+# What this machine's user has tuned or set must not decide over tests.
+os.environ["CUPYFLASH_CACHE_DIR"] = os.devnull
+for variable in ("CUPYFLASH_CONFIG", "CUPYFLASH_TUNE"):
+    os.environ.pop(variable, None)
 
 
 @pytest.fixture(
@@ -17,6 +26,13 @@ def backend(request):
     if reason := backend.missing():
         pytest.skip(reason)
     return backend
+
+
+@pytest.fixture
+def no_winners(monkeypatch):
+    """Nothing has been measured on any GPU: the heuristic decides."""
+    for find in ("find", "find_related"):
+        monkeypatch.setattr(store, find, lambda *_: ())
 
 
 def gpu_is_missing():

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,7 +43,9 @@ def test_info_survives_a_broken_installation(capsys, monkeypatch):
 def test_explain_plans_within_the_limits_of_every_gpu(gpu):
     said = explain(f"B=8 S=256 H=12 D=128 causal gpu={gpu}", no_gpu)
     assert "B=8 Sq=256 Sk=256 H=12 Hk=12 D=128 Dv=128 float16, scale 0.0883883, visible j - i <= 0" in said
-    assert re.search(r"^forward +(wgmma|mma) Br=\d+ Bc=\d+ warps=\d+.*\((tuned|heuristic)\)$", said, re.MULTILINE)
+    assert re.search(
+        r"^forward +(wgmma|mma) Br=\d+ Bc=\d+ warps=\d+.*\((tuned: packaged .*|heuristic)\)$", said, re.MULTILINE
+    )
     assert re.search(r"^backward", said, re.MULTILINE)
     needed = [float(kib) for kib in re.findall(r"threads, ([\d.]+) KiB", said)]
     assert 0 < max(needed) <= KNOWN_GPUS[gpu].shared_bytes / 1024
@@ -68,7 +71,8 @@ def test_explain_says_why_a_family_is_not_taken(description, said):
 
 def test_a_family_that_was_slower_is_passed_over(monkeypatch):
     slower = TileConfig("mma", 64, 32, 4)
-    monkeypatch.setattr(store, "find", lambda task, *_: (slower,) if task == "forward" else ())
+    winner = SimpleNamespace(config=slower, origin="tuned")
+    monkeypatch.setattr(store, "find", lambda task, *_: (winner,) if task == "forward" else ())
     assert "not wgmma: was slower where it was measured" in explain("gpu=H100", no_gpu)
 
 

@@ -20,10 +20,11 @@ from cupyflash.resources import KNOWN_GPUS
 from cupyflash.runtime.cuda import options
 from cupyflash.runtime.source import flatten
 from cupyflash.tiles import TileConfig
-from cupyflash.tuning import store
+from cupyflash.tuning import files, layers
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("no_winners"),
     pytest.mark.skipif(bool(compiling.missing()), reason=compiling.missing() or "NVRTC works"),
 ]
 
@@ -37,9 +38,7 @@ GPUS = {
     "sm_100": "B200",
     "sm_120": "RTX5090",
 }
-UNMEASURED = {
-    arch: dataclasses.replace(KNOWN_GPUS[gpu], name="a GPU that nobody has measured") for arch, gpu in GPUS.items()
-}
+UNMEASURED = {arch: KNOWN_GPUS[gpu] for arch, gpu in GPUS.items()}  # with no_winners
 DIMS = (64, 128, 256)
 BANDS = {"none": Band(None, None), "causal": Band(None, 0), "window": Band(-100, 0), "left": Band(-100, None)}
 FORWARD, BACKWARD, DETERMINISTIC = "forward", "backward", "deterministic"
@@ -227,20 +226,23 @@ def test_hoppers_backward_compiles_without_spills(cases):
     check(modules)
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu, limits in KNOWN_GPUS.items() if store.winners(limits.name)])
-def test_measured_winners_compile_without_spills(gpu):
-    limits = KNOWN_GPUS[gpu]
+@pytest.mark.parametrize("path", sorted(layers.packaged_folder().glob("*.yaml")), ids=lambda path: path.stem)
+def test_measured_winners_compile_without_spills(path):
+    winners = files.read(path).winners
     dtypes = {"half": ("float16", "bfloat16"), "tf32": ("tf32",), "float32": ("ieee",)}
-    measured = store.winners(limits.name)
+    kinds = {entry.kind for entry in winners.entries}
     modules = set()
-    for (task, kind, d, dv, masked), winners in measured.items():
-        for dtype, config in product(dtypes.get(kind, (kind,)), winners):
-            if kind == "half" and (task, dtype, d, dv, masked) in measured:
+    for entry in winners.entries:
+        kind, config = entry.kind, entry.config
+        for dtype in dtypes.get(kind.dtype, (kind.dtype,)):
+            if kind.dtype == "half" and dataclasses.replace(kind, dtype=dtype) in kinds:
                 continue  # it has an entry of its own
-            apart = task in ("backward_dkv", "backward_dq")
-            p = problem(d, dv, dtype, "causal" if masked else "none", deterministic=apart)
-            plan = dispatch.plan_forward if task == "forward" else dispatch.plan_backward
-            modules |= {(f"sm_{limits.arch}", kernel) for kernel, _ in plan(p, 16, limits, {task: config}).launches}
+            apart = kind.task in ("backward_dkv", "backward_dq")
+            band = "causal" if kind.masked else "none"
+            p = problem(kind.head_dim, kind.head_dim_v, dtype, band, deterministic=apart)
+            plan = dispatch.plan_forward if kind.task == "forward" else dispatch.plan_backward
+            planned = plan(p, 16, winners.device, {kind.task: config})
+            modules |= {(f"sm_{winners.device.arch}", kernel) for kernel, _ in planned.launches}
     check(modules)
 
 

@@ -16,9 +16,10 @@ from cupyflash.resources import KNOWN_GPUS
 from cupyflash.runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR, ParamBlock
 from cupyflash.tiles import TileConfig
 
+pytestmark = pytest.mark.usefixtures("no_winners")  # tiles are given, or the heuristic's
+
 A100, T4 = KNOWN_GPUS["A100"], KNOWN_GPUS["T4"]
-# Family "wgmma" is what its heuristic takes, whatever is measured.
-HOPPER = dataclasses.replace(KNOWN_GPUS["H200"], name="a GPU that nobody has measured")
+HOPPER = KNOWN_GPUS["H200"]
 
 
 class NotingRuntime:
@@ -470,7 +471,8 @@ def test_launches_of_a_backward_of_roles(d, dv, columns):
     ("mappable", "vector_bytes", "family"), [(True, 16, "wgmma"), (False, 16, "mma"), (True, 8, "mma")]
 )
 def test_a_tuned_backward_with_tensor_maps_is_for_what_they_describe(monkeypatch, mappable, vector_bytes, family):
-    monkeypatch.setattr(dispatch.store, "find", lambda task, *_: [HOPPER_BACKWARD] if task == "backward" else [])
+    winner = types.SimpleNamespace(config=HOPPER_BACKWARD, origin="tuned")
+    monkeypatch.setattr(dispatch.store, "find", lambda task, *_: [winner] if task == "backward" else [])
     q, k, v, _ = arrays()
     plan = dispatch.plan_backward(Problem.of(q, k, v), vector_bytes, HOPPER, mappable=mappable)
     ((_, config, _),) = plan.configs
@@ -478,7 +480,8 @@ def test_a_tuned_backward_with_tensor_maps_is_for_what_they_describe(monkeypatch
 
 
 def test_a_deterministic_backward_has_no_tensor_maps(monkeypatch):
-    monkeypatch.setattr(dispatch.store, "find", lambda *_: [HOPPER_BACKWARD])
+    winner = types.SimpleNamespace(config=HOPPER_BACKWARD, origin="tuned")
+    monkeypatch.setattr(dispatch.store, "find", lambda *_: [winner])
     q, k, v, _ = arrays()
     plan = dispatch.plan_backward(Problem.of(q, k, v, deterministic=True), 16, HOPPER)
     assert {config.family for _, config, _ in plan.configs} == {"mma"}

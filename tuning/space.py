@@ -2,28 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, fields, replace
 from itertools import product
 
+from .. import heuristics
 from ..problem import Problem
 from ..resources import Limits, available_registers, registers, why_illegal
-from ..tiles import Task, TileConfig
+from ..tiles import Task, TileConfig, tile_head_dims
 
 # Fewer left for addresses and operands than this, and everything spills. A consumer warpgroup takes its operands from
 # shared memory by descriptors.
-_SPARE_REGISTERS = {"mma": 24, "wgmma": 16}
+_SPARE_REGISTERS = {"mma": 24, "wgmma": 16, "simt": 72}
+AXES = tuple(field.name for field in fields(TileConfig) if field.name != "family")
+Point = tuple[int, ...]  # indices into the values of each axis
 
 
 def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
-    """The legal tensor-core configurations of a task, in a fixed order."""
+    """The legal configurations of a task, of every family, in a fixed order; those of the heuristic are among them."""
 
     def has_room(config: TileConfig) -> bool:
-        return registers(task, config, problem) <= available_registers(task, config) - _SPARE_REGISTERS[config.family]
+        used = _simt_registers(task, config, problem) or registers(task, config, problem)
+        return used <= available_registers(task, config) - _SPARE_REGISTERS[config.family]
 
-    return [c for c in _all(task) if why_illegal(task, c, problem, limits) is None and has_room(c)]
+    fitting = [c for c in _all(task, problem) if why_illegal(task, c, problem, limits) is None and has_room(c)]
+    found: dict[TileConfig, TileConfig] = {}  # by what reaches the kernel
+    for config in (*heuristics.candidates(task, problem, limits), *fitting):
+        found.setdefault(replace(config, dq_warps_d=1) if task == "backward_dkv" else config, config)
+    return list(found.values())
 
 
-def _all(task: Task) -> Iterator[TileConfig]:
+def families(configs: Sequence[TileConfig]) -> dict[str, list[TileConfig]]:
+    """Configurations by family, tensor cores first; plain multiply-adds only where there is nothing else.
+
+    They are an order of magnitude slower than tensor cores and take every layout that "mma" takes.
+    """
+    found = {family: [c for c in configs if c.family == family] for family in ("wgmma", "mma", "simt")}
+    if found["mma"]:
+        del found["simt"]
+    return {family: members for family, members in found.items() if members}
+
+
+class Lattice:
+    """Configurations of one family as points of an integer lattice, whose axes keep the order of the values."""
+
+    def __init__(self, configs: Sequence[TileConfig]) -> None:
+        self.values: dict[str, list[int]] = {
+            axis: sorted({int(getattr(config, axis)) for config in configs}) for axis in AXES
+        }
+        self.values = {axis: values for axis, values in self.values.items() if len(values) > 1}
+        self._points = {config: self.point(config) for config in configs}
+
+    def point(self, config: TileConfig) -> Point:
+        """Where a configuration of the space lies."""
+        return tuple(values.index(int(getattr(config, axis))) for axis, values in self.values.items())
+
+    def points(self) -> Iterator[Point]:
+        """Of all configurations."""
+        return iter(self._points.values())
+
+    def nearest(self, point: Point, taken: frozenset[TileConfig] | set[TileConfig]) -> TileConfig | None:
+        """The configuration next to a point that is not taken; of equally near ones the first. None if all are."""
+
+        def distance(other: Point) -> float:
+            spans = (len(values) - 1 for values in self.values.values())
+            return sum(abs(a - b) / span for a, b, span in zip(point, other, spans, strict=True))
+
+        free = [config for config in self._points if config not in taken]
+        return min(free, key=lambda config: distance(self._points[config]), default=None)
+
+
+def preference(task: Task, config: TileConfig, shared_bytes: int) -> tuple[object, ...]:
+    """What breaks ties between equally fast configurations: little shared memory, few warps, then the tile itself."""
+    return (shared_bytes, config.warps, *astuple(config))
+
+
+def _simt_registers(task: Task, config: TileConfig, problem: Problem) -> int:
+    """Accumulators of a lane; 0 for other families."""
+    if config.family != "simt":
+        return 0
+    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
+    Br, Bc, lanes = config.Br, config.Bc, 32 * config.warps
+    results = {
+        "forward": Br * (Bc + dv),
+        "backward": Bc * (2 * Br + d + dv),
+        "backward_dkv": Bc * (2 * Br + d + dv),
+        "backward_dq": Br * (2 * Bc + d),
+    }
+    return results[task] // lanes
+
+
+def _all(task: Task, problem: Problem) -> Iterator[TileConfig]:
+    if problem.dtype == "float32" and problem.precision != "tf32":
+        return (yield from _all_simt(task))
     if task == "forward":
         for (Br, warps), Bc, stages in product(((128, 12), (192, 16)), range(32, 257, 16), (2, 3)):
             for stale_maximum, turns, dynamic in product((True, False), repeat=3):
@@ -33,8 +104,8 @@ def _all(task: Task) -> Iterator[TileConfig]:
         for Br, Bc, warps, blocks in product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)):
             yield TileConfig("mma", Br, Bc, warps, blocks_per_sm=blocks)
     elif task == "backward_dq":
-        for Br, Bc, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (1, 2)):
-            yield TileConfig("mma", Br, Bc, warps, stages)
+        for Br, Bc, warps, stages, blocks in product((64, 128), (32, 48, 64, 96, 128), (4, 8), (1, 2), (1, 2)):
+            yield TileConfig("mma", Br, Bc, warps, stages, blocks)
     else:
         for Br, stages in product((32, 48, 64, 80, 96, 112, 128) if task == "backward" else (), (2, 3)):
             for rounded, values, first in product((True, False), repeat=3):
@@ -51,3 +122,11 @@ def _all(task: Task) -> Iterator[TileConfig]:
             for split, dq, dq_first in product((1, 2, 4), (1, 2, 4), (False, True)):
                 if task == "backward" or not dq_first:
                     yield TileConfig("mma", Br, Bc, warps, stages, 1, split, split, dq, dq_first)
+    yield from _all_simt(task)
+
+
+def _all_simt(task: Task) -> Iterator[TileConfig]:
+    sizes = (16, 32, 48, 64, 96, 128)
+    for Br, Bc, warps, stages in product((*sizes, 256), sizes, (2, 4, 8), (1, 2)):
+        for split in (1, 2, 4, 8) if task == "backward" else (1,):
+            yield TileConfig("simt", Br, Bc, warps, stages, dq_warps_d=split)

@@ -1,64 +1,159 @@
-"""The measured winners: tile configurations per GPU model, kept in readable YAML files.
+"""The measured winners for a problem on a GPU, looked up in all places where they may be.
 
-A file ``configs/<GPU name>.yaml`` holds, per task and kind of problem, what was fastest on that model:
+An entry holds for its length and number of rows and for what is up to four times as large or small, both together;
+one that names neither holds for all. Within a GPU model, those that hold go by layer (see ``layers``). In one layer,
+those of one 16-bit dtype go before "half", the nearest of those that name a length or rows before those for all, and
+then as they stand in the file. Entries from farther away serve where nothing holds, the nearest first.
 
-    device: NVIDIA H200
-    winners:
-      - {task: forward, dtype: half, head_dim: 128, head_dim_v: 128, masked: false,
-         config: {family: mma, Br: 128, Bc: 64, warps: 4}}
+``find_related`` then has the winners of another GPU model of the same architecture, on which tiles that win here are at
+most some percent off, and which know kernels that no heuristic lists. Whether tiles are legal on the GPU at hand is
+asked again by whoever uses them.
 
-Several entries for one kind stand in the order of preference, one per family of kernels: not every family takes every
-layout. ``dtype`` is half (float16 or bfloat16; an entry for one of the two goes first), tf32 or float32; head dims are
-those of the tiles; ``masked`` says whether the problem has a band. A problem without an entry takes the heuristic, and
-so does one with a cap or a scale that is not positive, whose kernels nobody has measured.
+A problem with a cap or a scale that is not positive has no winners: nobody has measured its kernels.
 """
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from importlib.resources import files
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from ..problem import Problem
 from ..resources import Limits
-from ..tiles import Task, TileConfig, tile_head_dims
+from ..tiles import Task, TileConfig
+from . import files, layers, settings
+from .entries import Entry, Kind, Winners
+from .layers import Layer
+from .merging import replaced
 
-Key = tuple[str, str, int, int, bool]
+_REACH = 2.0  # powers of two
+_PROBLEMS_KEPT = 4096
 
 
-def find(task: Task, problem: Problem, limits: Limits) -> tuple[TileConfig, ...]:
-    """The measured winners for a task on a GPU model, best first: one per family of kernels."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A winner, and where it comes from."""
+
+    config: TileConfig
+    entry: Entry
+    layer: Layer
+    distance: float  # in powers of two, to the length and rows that were measured
+    related: bool  # of another GPU model
+
+    @property
+    def origin(self) -> str:
+        """As in "tuned: packaged NVIDIA_H200.yaml"."""
+        kind = self.entry.kind
+        measured_at = [
+            *([f"length {kind.length}"] if kind.length else []),
+            *([f"{kind.rows} rows"] if kind.rows else []),
+        ]
+        remarks = [
+            *([f"measured at {' and '.join(measured_at)}"] if self.distance else []),
+            *(["a GPU of the same architecture"] if self.related else []),
+        ]
+        return ", ".join([f"tuned: {self.layer}", *remarks])
+
+
+@lru_cache(_PROBLEMS_KEPT)
+def find(task: Task, problem: Problem, limits: Limits) -> tuple[Found, ...]:
+    """The winners that were measured on the GPU's own model, best first; of several families, legal or not."""
+    return _ranked(task, problem, limits, layers.layers(limits.name), layers.entries, related=False)
+
+
+@lru_cache(_PROBLEMS_KEPT)
+def find_related(task: Task, problem: Problem, limits: Limits) -> tuple[Found, ...]:
+    """The same of other models of the GPU's architecture."""
+    return _ranked(task, problem, limits, layers.related(limits), _entries_of_any, related=True)
+
+
+def find_all(task: Task, problem: Problem, limits: Limits) -> Iterator[Found]:
+    """Both, in order; other models' files are not touched before their turn."""
+    yield from find(task, problem, limits)
+    yield from find_related(task, problem, limits)
+
+
+def is_tuned(task: Task, problem: Problem, limits: Limits) -> bool:
+    """Whether the GPU's own model has an entry for the very length and rows of the problem, or for all."""
+    return any(found.distance == 0 for found in find(task, problem, limits))
+
+
+def keep(entries: Sequence[Entry], limits: Limits) -> Path | None:
+    """Adds entries to the user's winners for a GPU model, in place of those of equal kind and family.
+
+    Where they cannot be written, this process keeps them in memory, and a warning says so.
+
+    Returns:
+        The file; None if they are kept in memory only.
+
+    Raises:
+        EntryError: an entry could not be read back; nothing is kept.
+    """
+    files.text_of(Winners(limits, tuple(entries)))
+    folder = layers.user_folder()
+    path = None if folder is None else folder / files.file_name(limits.name)
+    try:
+        if path is None:
+            raise files.StoreError("there is no folder for winners; CUPYFLASH_CACHE_DIR names one")
+        files.update(path, limits, lambda present: replaced(present, entries))
+    except files.StoreError as error:
+        settings.warn_once(f"tuned tiles are kept for this process only: {error}")
+        layers.remember(limits.name, entries)
+        path = None
+    refresh()
+    return path
+
+
+def refresh() -> None:
+    """Reads files and variables again when they are next needed. Calls that were made before keep their tiles."""
+    layers.refresh()
+    find.cache_clear()
+    find_related.cache_clear()
+
+
+def _ranked(
+    task: Task,
+    problem: Problem,
+    limits: Limits,
+    places: Iterable[Layer],
+    entries_of: Callable[[Layer, Limits], tuple[Entry, ...]],
+    related: bool,
+) -> tuple[Found, ...]:
     if problem.softcap or problem.scale <= 0:
         return ()
-    kept = winners(limits.name)
-    kind = key(task, problem)
-    return kept.get((task, problem.dtype, *kind[2:]), ()) or kept.get(kind, ())
+    kind = Kind.of(task, problem)
+    found = [
+        Found(entry.config, entry, layer, distance, related)
+        for layer in places
+        for entry in entries_of(layer, limits)
+        if (distance := entry.kind.distance(kind)) < math.inf
+    ]
+    # Sorting is stable: what is equal stays in the order of layers and files.
+    holding = [f for f in found if f.distance <= _REACH]
+    by_layer = [
+        f
+        for layer in dict.fromkeys(f.layer for f in holding)
+        for f in sorted((f for f in holding if f.layer == layer), key=_preference)
+    ]
+    far = sorted((f for f in found if f.distance > _REACH), key=_preference_by_distance)
+    return tuple(by_layer + far)
 
 
-def key(task: Task, problem: Problem) -> Key:
-    """What entries are kept under."""
-    dtype = "half" if problem.itemsize == 2 else "tf32" if problem.precision == "tf32" else "float32"
-    d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
-    return task, dtype, d, dv, problem.is_masked
+def _preference(found: Found) -> tuple[float, ...]:
+    """Smaller goes first, of those in one layer."""
+    kind = found.entry.kind
+    open_ = (kind.length is None) + (kind.rows is None)
+    return kind.dtype == "half", open_ == 2, *_preference_by_distance(found), open_
 
 
-@cache
-def winners(device: str) -> dict[Key, tuple[TileConfig, ...]]:
-    """All entries for a GPU model; empty for one that nobody has measured."""
-    path = files("cupyflash.tuning.configs") / file_name(device)
-    if not path.is_file():
-        return {}
-    import yaml  # only where there is something to read: it costs 20 ms
-
-    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    found: dict[Key, tuple[TileConfig, ...]] = {}
-    for e in content["winners"]:
-        kind = e["task"], e["dtype"], e["head_dim"], e["head_dim_v"], e["masked"]
-        found[kind] = (*found.get(kind, ()), TileConfig(**e["config"]))
-    return found
+def _preference_by_distance(found: Found) -> tuple[float, ...]:
+    """Of two that are equally near, the larger problem goes first: it has more time to lose."""
+    kind = found.entry.kind
+    return found.distance, -(kind.length or 1) * (kind.rows or 1)
 
 
-def file_name(device: str) -> str:
-    """The file for a GPU model: its name with everything but letters, digits, "-" and "." made "_"."""
-    return re.sub(r"[^A-Za-z0-9.-]+", "_", device) + ".yaml"
+def _entries_of_any(layer: Layer, limits: Limits) -> tuple[Entry, ...]:
+    winners = layers.winners_in(layer)
+    return winners.entries if winners and winners.device.arch == limits.arch else ()

@@ -1,4 +1,4 @@
-"""The ``cupyflash`` command: ``info`` and ``demo``."""
+"""The ``cupyflash`` command: ``info``, ``tune``, ``config`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cupyflash
+from cupyflash.cli import config, tune
+from cupyflash.cli.explain import PROBLEM_HELP, explain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,12 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     info = commands.add_parser("info", help="what this machine has, and which kernel a problem takes")
-    info.add_argument(
-        "--explain",
-        metavar="PROBLEM",
-        help='how the GPU would compute a problem, as in "B=8 S=256 H=12 D=64 dtype=bfloat16 causal"; also Sq, Sk, Hk, '
-        "Dv, scale, softcap, window=LEFT,RIGHT, precision, deterministic, and gpu=H200 to plan for another GPU",
-    )
+    info.add_argument("--explain", metavar="PROBLEM", help=f"how the GPU would compute a problem, {PROBLEM_HELP}")
+
+    config_parser = commands.add_parser("config", help="tuned tiles: where they are, which are taken, and moving them")
+    config.add_arguments(config_parser)
+
+    tuning = commands.add_parser("tune", help="find the fastest tiles for this machine's GPUs")
+    tune.add_arguments(tuning)
 
     demo = commands.add_parser("demo", help="sentence embeddings and one very long sequence")
     demo.add_argument(
@@ -38,8 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return demonstration.run(options.device, options.tokens, options.model)
 
-    from cupyflash.cli.explain import explain
+    if options.command == "tune":
+        try:
+            return tune.run(options)
+        except (ImportError, ValueError, RuntimeError) as error:
+            tuning.error(str(error))
+
     from cupyflash.cli.info import current_gpu, machine
+
+    if options.command == "config":
+        try:
+            return config.run(options, current_gpu)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            config_parser.error(f"{options.action}: {error}")
 
     if options.explain is None:
         print(machine())

@@ -16,6 +16,10 @@ from cupyflash.tiles import TileConfig
 DEFAULTS = {"B": 1, "S": 1024, "H": 16, "D": 64}
 SIZES = ("B", "S", "Sq", "Sk", "H", "Hk", "D", "Dv")
 NUMBERS = ("scale", "softcap")
+PROBLEM_HELP = (
+    'as in "B=8 S=256 H=12 D=64 dtype=bfloat16 causal"; also Sq, Sk, Hk, Dv, scale, softcap, window=LEFT,RIGHT, '
+    "precision, deterministic, and gpu=H200 to plan for another GPU"
+)
 WORDS = ("causal", "window", "dtype", "precision", "deterministic", "gpu")
 
 
@@ -31,19 +35,9 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
         ValueError: a key is unknown, or its value does not fit.
         TypeError: as ``attention`` raises it.
     """
-    given = _parse(description)
-    gpu = given.pop("gpu", None)
-    if gpu is not None and gpu not in KNOWN_GPUS:
-        raise ValueError(f"gpu is {gpu!r}; expected one of {', '.join(KNOWN_GPUS)}, or none for this machine's")
-    problem = _problem(given)
-    check_gpu(problem)
-    try:
-        limits = KNOWN_GPUS[gpu] if gpu else current_gpu()
-    except (ImportError, RuntimeError) as error:
-        raise ValueError(f"{error}; or name a GPU to plan for, as in gpu=H200") from error
-    lines = [("problem", _describe(problem)), ("GPU", _describe_gpu(limits))]
-    # Arrays as allocated: contiguous, and aligned to more.
-    vector_bytes = math.gcd(16, problem.head_dim * problem.itemsize, problem.head_dim_v * problem.itemsize)
+    problem, limits = problem_and_gpu(description, current_gpu)
+    lines = [("problem", describe(problem)), ("GPU", describe_gpu(limits))]
+    vector_bytes = vector_bytes_as_allocated(problem)
     mappable = vector_bytes == 16
     for direction, plan in (("forward", dispatch.plan_forward), ("backward", dispatch.plan_backward)):
         try:
@@ -52,7 +46,7 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
             lines.append((direction, str(error)))
             continue
         for task, config, origin in planned.configs:
-            lines.append((task, f"{_describe_config(config)}  ({origin})"))
+            lines.append((task, f"{describe_config(config)}  ({origin})"))
             passed_over = dispatch.passed_over(task, config, problem, limits, mappable)
             lines += [("", f"not {family}: {reason}") for family, reason in passed_over.items()]
             if config.family == "wgmma":
@@ -68,6 +62,26 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
             )
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:{width}}  {line}" for name, line in lines)
+
+
+def problem_and_gpu(description: str, current_gpu: Callable[[], Limits]) -> tuple[Problem, Limits]:
+    """The problem of a description and the GPU that it names, or the current one; arguments and errors as above."""
+    given = _parse(description)
+    gpu = given.pop("gpu", None)
+    if gpu is not None and gpu not in KNOWN_GPUS:
+        raise ValueError(f"gpu is {gpu!r}; expected one of {', '.join(KNOWN_GPUS)}, or none for this machine's")
+    problem = _problem(given)
+    check_gpu(problem)
+    try:
+        limits = KNOWN_GPUS[gpu] if gpu else current_gpu()
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"{error}; or name a GPU to plan for, as in gpu=H200") from error
+    return problem, limits
+
+
+def vector_bytes_as_allocated(problem: Problem) -> int:
+    """The alignment of arrays as they are allocated: contiguous, and aligned to more than their rows are."""
+    return math.gcd(16, problem.head_dim * problem.itemsize, problem.head_dim_v * problem.itemsize)
 
 
 def _parse(description: str) -> dict[str, str]:
@@ -126,7 +140,8 @@ def _window(text: str) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _describe(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
+    """All that a problem is, on one line."""
     p = problem
     options = [
         f"scale {p.scale:g}",
@@ -147,14 +162,15 @@ def _describe_band(band: Band) -> str:
     return f"visible {first}j - i{last}"
 
 
-def _describe_gpu(limits: Limits) -> str:
+def describe_gpu(limits: Limits) -> str:
+    """A GPU's name, and what decides which tiles fit it."""
     return (
         f"{limits.name}: sm_{limits.arch}, {limits.sm_count} multiprocessors, "
         f"{limits.shared_bytes / 1024:g} KiB of shared memory per block"
     )
 
 
-def _describe_config(config: TileConfig) -> str:
+def describe_config(config: TileConfig) -> str:
     """The family, and the numbers that are not at their default."""
     numbers = [
         f"{field.name}={getattr(config, field.name)}"

@@ -13,7 +13,7 @@ from typing import Any
 import cupyflash
 from cupyflash.arrays import INSTALL, require_gpu
 from cupyflash.resources import Limits
-from cupyflash.tuning import store
+from cupyflash.tuning import layers
 
 
 def machine() -> str:
@@ -45,9 +45,8 @@ def _gpu_facts() -> Iterator[tuple[str, str]]:
         yield "GPU", f"none ({error})"
         return
     for index in range(count):
-        name = runtime.getDeviceProperties(index)["name"].decode()
         yield f"GPU {index}", _or_error(partial(_gpu, runtime, index))
-        yield f"GPU {index} tiles", _or_error(partial(_tiles, name))
+        yield f"GPU {index} tiles", _or_error(partial(_tiles, runtime, index))
 
 
 def current_gpu() -> Limits:
@@ -66,9 +65,20 @@ def _gpu(runtime: Any, index: int) -> str:
     )
 
 
-def _tiles(name: str) -> str:
-    if winners := store.winners(name):
-        return f"{len(winners)} measured winners in {store.file_name(name)}, else by heuristic"
+def _tiles(runtime: Any, index: int) -> str:
+    properties = runtime.getDeviceProperties(index)
+    limits = Limits(
+        name=properties["name"].decode(),
+        arch=10 * properties["major"] + properties["minor"],
+        shared_bytes=properties["sharedMemPerBlockOptin"],
+        sm_count=properties["multiProcessorCount"],
+        l2_bytes=properties["l2CacheSize"],
+    )
+    counts = [(layer, len(layers.entries(layer, limits))) for layer in layers.layers(limits.name)]
+    if measured := ", ".join(f"{count} measured winners in {layer}" for layer, count in counts if count):
+        return f"{measured}, else by heuristic"
+    if others := ", ".join(map(str, layers.related(limits))):
+        return f"as measured on the same architecture ({others}), else by heuristic"
     return "by heuristic (there are no measurements for this model)"
 
 

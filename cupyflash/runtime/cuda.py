@@ -56,13 +56,15 @@ class CudaRuntime:
         raw = self.raw_kernel(kernel)
         if kernel.shared_bytes > _DEFAULT_SHARED_BYTES:
             raw.max_dynamic_shared_size_bytes = kernel.shared_bytes  # of the current device's function only
-        function, threads, shared_bytes = raw.kernel.ptr, kernel.threads, kernel.shared_bytes
+        loaded, threads, shared_bytes = raw.kernel, kernel.threads, kernel.shared_bytes
+        function = loaded.ptr
         # The driver's own call: what CuPy's kernel object does before it costs as much as the launch.
         launch_kernel = cupy.cuda.driver.launchKernel
 
         def launch(params: ParamBlock, stream: int) -> None:
             launch_kernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, params.kernel_params, 0)
 
+        launch.loaded = loaded  # type: ignore[attr-defined]  # its module stays while somebody can launch it
         return launch
 
     def address(self, array: Array) -> int:
@@ -96,6 +98,12 @@ class CudaRuntime:
             if module.compiled is None:
                 module.compiled = self._compile(kernel)
         return module.compiled.get_function(kernel.name)
+
+    def forget(self) -> None:
+        """Lets go of all kernels: those that nobody can launch are unloaded. Used again, they come from the disk."""
+        with self._lock:
+            self._modules.clear()
+        cupy.clear_memo()  # of which CuPy's own modules are a part
 
     def _compile(self, kernel: Kernel) -> Any:
         limits = self.limits()
