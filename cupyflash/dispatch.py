@@ -160,7 +160,7 @@ def plan_forward(
 def backward_tasks(
     problem: Problem, limits: Limits, given: Given | None = None, mappable: bool = True
 ) -> tuple[Task, ...]:
-    """One task where one kernel computes all gradients; two where that one could not sum dQ, or not deterministically."""
+    """One task where one kernel computes all gradients; two where none could sum dQ, or not deterministically."""
     apart: tuple[Task, ...] = ("backward_dkv", "backward_dq")
     if given and "backward" in given and (not problem.deterministic or given["backward"].family == "wgmma"):
         return ("backward",)

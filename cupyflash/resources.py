@@ -202,7 +202,7 @@ def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Li
     if config.family == "wgmma":
         return _why_not_wgmma(task, config, problem, limits)
     if task == "backward" and problem.deterministic:
-        return "dQ is added to its sum in any order; a deterministic backward takes one kernel for dK and dV and one for dQ"
+        return "dQ is added to its sum in any order; a deterministic backward has a kernel for dK and dV and one for dQ"
     if config.family == "mma":
         tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
         return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)

@@ -255,13 +255,11 @@ DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared)
 ///
 /// Of all that is added to a sum, the first stores, if nobody has cleared it. The others wait for that or, deterministic, each
 /// for the one before. Those before have keys that were taken up before these, so that somebody always goes on. Two warps
-/// take every other tile, and tell that it was added when the next one comes: an addition takes longer than a tile.
+/// take every other tile: an addition takes longer than one.
 struct Sender {
     const BackwardTensorParams& params;
     SharedStorage& shared;
     const u32 number;
-    static constexpr u32 kNone = ~0u;
-    u32 untold = kNone;  // first lane: the tile that was sent last
 
     DEVICE void add(u32 tile, u32 half, bool first) {
         float* sum = dq_sum_half(params, tile, half);
@@ -273,15 +271,6 @@ struct Sender {
         bulk_wait_read<0>();
     }
 
-    DEVICE void tell() {
-        if (untold == kNone)
-            return;
-        bulk_wait<0>();
-        fence_async_global();
-        release_add(dq_progress(params, untold), 1);
-        untold = kNone;
-    }
-
     /// The halves of one tile, in the order of the turns.
     DEVICE void send(const Work& work, const Walk& walk) {
         const u32 tile = dq_tile(params, work.batch, walk.head, walk.tile);
@@ -291,24 +280,19 @@ struct Sender {
         for (u32 half = kConsumers; half-- > 0;) {
             named_sync(kDqFull + kConsumers * number + half, kDqThreads);
             if (lane_index() == 0) {
-                if (kFirstStores && half == kConsumers - 1) {
-                    tell();
-                    if (before > 0) {
-                        spin_until(dq_progress(params, tile),
-                                   [&](u32 done) { return kDeterministic ? done == before : done > 0; });
-                        fence_async_global();
-                    }
+                if (kFirstStores && before > 0 && half == kConsumers - 1) {
+                    spin_until(dq_progress(params, tile),
+                               [&](u32 done) { return kDeterministic ? done == before : done > 0; });
+                    fence_async_global();
                 }
                 add(tile, half, kFirstStores && before == 0);
             }
             warp_sync();
             named_arrive(kDqEmpty + half, kDqThreads);
         }
-        if (kDeterministic)
-            untold = tile;
-        else if (kFirstStores && before == 0 && lane_index() == 0) {
-            untold = tile;
-            tell();  // everybody waits for that
+        if ((kDeterministic || (kFirstStores && before == 0)) && lane_index() == 0) {
+            bulk_wait<0>();  // what the copy engine has done is then seen by all that is ordered after this thread
+            release_add(dq_progress(params, tile), 1);
         }
     }
 
@@ -327,8 +311,6 @@ struct Sender {
             for (i32 n = 0; n < work.steps; ++n, walk.advance(work.tiles))
                 if (static_cast<u32>(n) % kSenders == number)
                     send(work, walk);
-            if (lane_index() == 0)
-                tell();
             works.release();
         }
         if (lane_index() == 0)
