@@ -275,6 +275,7 @@ def defines_of(
     if config.family == "wgmma" and task == "backward":
         defines |= {
             "CF_ROUNDED_P": int(config.rounded_weights),
+            "CF_ROUNDED_QUERIES": config.rounded_queries,
             "CF_REGISTER_V": int(config.values_in_registers),
             "CF_FIRST_STORES": int(config.first_stores),
             "CF_DETERMINISTIC": int(problem.deterministic),

@@ -40,9 +40,9 @@ _FORWARD_TIGHT = (
     (128, ((64, 64, 4), (64, 32, 4), (32, 32, 2))),
     (256, ((64, 48, 4), (64, 32, 4), (32, 32, 2), (16, 32, 1), (16, 16, 1))),
 )
-# (Br, Bc, warps, stages, rounded_weights)
+# (Br, Bc, warps, stages, rounded_queries)
 _WGMMA_BACKWARD = (
-    (64, ((128, 128, 12, 2, 1), (64, 128, 12, 2, 0))),
+    (64, ((128, 128, 12, 2, 32), (64, 128, 12, 2, 0))),
     (128, ((64, 128, 12, 2, 0), (48, 128, 12, 2, 0))),
     (256, ((64, 64, 16, 2, 0),)),
 )
@@ -131,7 +131,7 @@ def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
         # Without a mask all blocks of a head come to its first sums of dQ at once, and few tiles are left to catch up.
         stores = head_dim > 64 or problem.is_masked
         return [
-            TileConfig("wgmma", Br, Bc, warps, stages, rounded_weights=bool(rounded), first_stores=stores)
+            TileConfig("wgmma", Br, Bc, warps, stages, rounded_queries=rounded, first_stores=stores)
             for Br, Bc, warps, stages, rounded in found
         ]
     return []

@@ -153,8 +153,7 @@ def registers(task: Task, config: TileConfig, problem: Problem) -> int:
         score = config.Br + config.values_in_registers * dv // 4  # S, dP and V
         if problem.softcap:
             score += _CAP_REGISTERS
-        if problem.softcap or not config.rounded_weights:
-            score += config.Br // 4  # P in both forms
+        score += (config.Br - (0 if problem.softcap else config.rounded_queries)) // 4  # P in both forms
         return d // 2 + dv // 2 + score
     if config.family == "wgmma":
         return dv // 2 + config.Bc // 2 + config.Bc // 4
@@ -248,6 +247,10 @@ def _why_not_wgmma_backward(task: Task, config: TileConfig, problem: Problem) ->
     if config.warps != 4 * (_BACKWARD_CONSUMERS + 1) or config.Bc != 64 * _BACKWARD_CONSUMERS:
         return f"{config.warps} warps and Bc {config.Bc}; two consumer warpgroups of 64 keys and a producer are 12, 128"
     multiple = 16 if problem.head_dim > _PANEL_COLUMNS else 32  # the consumers share head dims of dQ, or queries
+    if config.rounded_weights:
+        return "rounded_weights is of the kernel for head dims above 128; up to there it is rounded_queries"
+    if config.rounded_queries % 8 or not 0 <= config.rounded_queries <= config.Br:
+        return f"rounded_queries is {config.rounded_queries}; it must be a multiple of 8 up to Br, which is {config.Br}"
     if config.Br % multiple or not multiple <= config.Br <= 128:
         return f"Br is {config.Br}; it must be a multiple of {multiple} up to 128"
     return None
@@ -261,8 +264,8 @@ def _why_not_wide(config: TileConfig, problem: Problem) -> str | None:
         )
     if config.stages < 2:
         return "stages is 1; the scores of a tile are computed beside the gradients of the one before, which takes 2"
-    if config.values_in_registers:
-        return "values_in_registers is of the kernel for head dims up to 128"
+    if config.values_in_registers or config.rounded_queries:
+        return "values_in_registers and rounded_queries are of the kernel for head dims up to 128"
     if problem.deterministic:
         return "above head dim 128 dQ is added to its sum in any order; a deterministic backward is computed by mma"
     return None

@@ -36,8 +36,10 @@ static_assert(kThreads == 128 * (kConsumers + 1) && kBc == 64 * kConsumers, "eac
 constexpr u32 kProducerRegisters = 24;
 constexpr u32 kConsumerRegisters = 240;
 constexpr u32 kConsumerWarps = 4 * kConsumers;
-// dS from the P that dV is computed with: fewer registers, a little less precision. A capped score has its slope in P.
-constexpr bool kRoundedP = CF_ROUNDED_P && kScoreKind != 2;
+// The dS of the last queries of a tile comes from the P that dV is computed with: fewer registers, a little less precision.
+// A capped score has its slope in P.
+constexpr u32 kExactQueries = kScoreKind == 2 ? kBr : kBr - CF_ROUNDED_QUERIES;
+static_assert(kExactQueries % 8 == 0);
 constexpr bool kRegisterV = CF_REGISTER_V;  // V, the same for all tiles, stays in registers
 
 using TileK = PanelTile<Element, kBc, kD>;
@@ -403,11 +405,12 @@ struct Consumer {
 #pragma unroll
         for (u32 n = 0; n < S.kPairs; ++n) {
             const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
+            const bool rounded = 8 * n >= kExactQueries;
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const u32 pair = P.x[2 * n + half];
-                const float p[2] = {kRoundedP ? to_float(Element{static_cast<u16>(pair)}) : S.at(n, half, 0),
-                                    kRoundedP ? to_float(Element{static_cast<u16>(pair >> 16)}) : S.at(n, half, 1)};
+                const float p[2] = {rounded ? to_float(Element{static_cast<u16>(pair)}) : S.at(n, half, 0),
+                                    rounded ? to_float(Element{static_cast<u16>(pair >> 16)}) : S.at(n, half, 1)};
                 dP.at(n, half, 0) = p[0] * (dP.at(n, half, 0) - row_delta.x);
                 dP.at(n, half, 1) = p[1] * (dP.at(n, half, 1) - row_delta.y);
             }

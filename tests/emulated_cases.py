@@ -96,12 +96,12 @@ KINDS = {
     "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False), gpu=TWO_SMS),
     "backward hopper": Kind("float16", (64, 64), wgmma_backward(64, 2), gpu=TWO_SMS),
     "backward hopper wide": Kind(
-        "bfloat16", (104, 128), wgmma_backward(80, 2, rounded_weights=True, first_stores=False), gpu=TWO_SMS
+        "bfloat16", (104, 128), wgmma_backward(80, 2, rounded_queries=40, first_stores=False), gpu=TWO_SMS
     ),
     "backward hopper narrow": Kind(
         "float16",
         (40, 72),
-        wgmma_backward(32, 3, values_in_registers=True, rounded_weights=True),
+        wgmma_backward(32, 3, values_in_registers=True, rounded_queries=32),
         gpu=TWO_SMS,
     ),
     "backward hopper roles": Kind("float16", (136, 160), wgmma_roles(2), gpu=TWO_SMS),

@@ -131,9 +131,9 @@ def hopper_matrix():
 
 def hopper_backward_matrix():
     """The same of the backward: {what is compiled, and why: [(its tiles, what differs from the common case)]}"""
-    narrow = TileConfig("wgmma", 128, 128, 12, 2, rounded_weights=True)
+    narrow = TileConfig("wgmma", 128, 128, 12, 2, rounded_queries=32)
     wide = TileConfig("wgmma", 64, 128, 12, 2)
-    tall = dataclasses.replace(wide, Br=80, rounded_weights=True)
+    tall = dataclasses.replace(wide, Br=80, rounded_queries=80)
     equal = [(narrow, 64, 64), (wide, 128, 128), (tall, 128, 128)]
     mixed = [(narrow, 40, 24), (wide, 64, 128), (wide, 128, 64), (wide, 96, 96)]
     chosen = {"float16": equal, "bfloat16": [*equal, *mixed]}
@@ -148,7 +148,7 @@ def hopper_backward_matrix():
         for (config, d, options), band in product(
             (
                 (wide, 128, {"first_stores": False}),
-                (wide, 128, {"rounded_weights": True}),
+                (wide, 128, {"rounded_queries": 64}),
                 (narrow, 64, {"first_stores": False}),
                 (wide, 64, {"stages": 3}),
             ),

@@ -507,11 +507,11 @@ def test_hoppers_backward_is_right(on_hopper, case):
 @pytest.mark.parametrize(
     ("D", "Dv", "config"),
     [
-        (64, 64, TileConfig("wgmma", 128, 128, 12, 2, rounded_weights=True, values_in_registers=True)),
+        (64, 64, TileConfig("wgmma", 128, 128, 12, 2, rounded_queries=32)),
         (128, 128, TileConfig("wgmma", 64, 128, 12, 2)),
         (128, 128, TileConfig("wgmma", 64, 128, 12, 2, first_stores=False)),
-        (128, 128, TileConfig("wgmma", 80, 128, 12, 2, rounded_weights=True)),
-        (128, 64, TileConfig("wgmma", 64, 128, 12, 2, rounded_weights=True)),
+        (128, 128, TileConfig("wgmma", 80, 128, 12, 2, rounded_queries=80)),
+        (128, 64, TileConfig("wgmma", 64, 128, 12, 2, rounded_queries=64)),
         (256, 256, TileConfig("wgmma", 64, 64, 16, 2)),
         (256, 256, TileConfig("wgmma", 64, 64, 16, 2, rounded_weights=True)),
         (256, 256, TileConfig("wgmma", 64, 64, 16, 2, dq_first=True)),

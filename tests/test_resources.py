@@ -323,7 +323,7 @@ def test_space_of_warpgroups(d):
 @pytest.mark.parametrize(("d", "dv", "Br"), [(64, 64, 128), (128, 128, 64), (128, 128, 80), (64, 128, 64)])
 def test_space_of_the_backwards_warpgroups(d, dv, Br):
     found = [config for config in space("backward", problem(d, dv), H200) if config.family == "wgmma"]
-    plain = TileConfig("wgmma", Br, 128, 12, 2, rounded_weights=True)
+    plain = TileConfig("wgmma", Br, 128, 12, 2, rounded_queries=Br // 2)
     assert {plain, dataclasses.replace(plain, first_stores=False)} <= set(found)
     assert len(set(found)) == len(found)
 
@@ -342,7 +342,7 @@ def test_space_of_the_backward_of_roles(d, dv, stages):
 
 def test_a_capped_score_needs_registers():
     """Its slope is kept in P, so that P is not only there rounded, beside what tanh takes."""
-    config = dataclasses.replace(WGMMA_BACKWARD, Br=128, rounded_weights=True)
+    config = dataclasses.replace(WGMMA_BACKWARD, Br=128, rounded_queries=128)
     assert registers("backward", config, problem(64)) == 2 * 32 + 2 * 64
     assert why_illegal("backward", config, problem(64), H200) is None
     reason = "needs 248 registers per thread for its accumulators; 240 are available"
@@ -403,8 +403,8 @@ def test_why_not_a_backward_of_warpgroups(p, changes, reason):
             "stages is 1; the scores of a tile are computed beside the gradients of the one before, which takes 2",
         ),
         *(
-            (problem(136), option, "values_in_registers is of the kernel for head dims up to 128")
-            for option in ({"values_in_registers": True},)
+            (problem(136), option, "values_in_registers and rounded_queries are of the kernel for head dims up to 128")
+            for option in ({"values_in_registers": True}, {"rounded_queries": 8})
         ),
         (problem(256), {"stages": 3}, "needs 296960 bytes of shared memory per block; NVIDIA H200 has 232448"),
     ],
