@@ -18,6 +18,6 @@ DEVICE void spin_until(const u32* counter, Condition enough) {
         if (n == kPatience)
             emulated::fail("spin_until: a counter in global memory stays at %u",
                            __atomic_load_n(counter, __ATOMIC_RELAXED));
-        emulated::give_way();
+        emulated::poll();
     }
 }

@@ -285,7 +285,14 @@ u32 random(u32 bound) {
     return static_cast<u32>((block->random_state * 0x2545f4914f6cdd1dull) >> 32) % bound;
 }
 
-/// One of the bits set in `mask`, by the launch's order.
+/// One of the bits set in `mask`.
+u32 pick_any(u32 mask) {
+    const u32 turn = random(32);
+    const u32 turned = mask >> turn | mask << (31 - turn) << 1;
+    return (static_cast<u32>(__builtin_ctz(turned)) + turn) % 32;
+}
+
+/// The same by the launch's order.
 u32 pick(u32 mask) {
     switch (block->launch.order) {
         case Order::kForward:
@@ -295,9 +302,7 @@ u32 pick(u32 mask) {
         case Order::kRandom:
             break;
     }
-    const u32 turn = random(32);
-    const u32 turned = mask >> turn | mask << (31 - turn) << 1;
-    return (static_cast<u32>(__builtin_ctz(turned)) + turn) % 32;
+    return pick_any(mask);
 }
 
 void set_ready(u32 warp, u32 lanes) {
@@ -517,6 +522,22 @@ void wake(const void* object) {
 void give_way() {
     perform_some();
     run_next();
+}
+
+/// Not by the launch's order: whom it puts behind the calling thread, another block may be waiting for. Nor do loads wait
+/// until no thread can run.
+void poll() {
+    constexpr u32 kLoadsPatience = 16;
+    perform_some();
+    if (!block->loads.items.empty() && random(kLoadsPatience) == 0)
+        perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
+    Fiber& from = fiber();
+    const u32 warp = pick_any(block->ready_warps);
+    block->current = warp * kLanes + pick_any(block->warps[warp].ready);
+    if (&fiber() != &from)
+        switch_context(from.context, fiber().context, false);
+    else
+        std::this_thread::yield();  // to another block's
 }
 
 // ---- Running.
