@@ -40,8 +40,8 @@ class TileConfig:
             start.
         rounded_weights: "wgmma" backward only, dS is computed from the rounded P: fewer registers, less precision.
         values_in_registers: "wgmma" backward only, a consumer reads its values once.
-        first_stores: "wgmma" backward up to head dim 128 only, what comes first to a sum of dQ is stored, and others wait
-            for that; else sums are cleared before. Deterministic sums always do.
+        first_stores: "wgmma" backward up to head dim 128 only, what comes first to a sum of dQ is stored, and others
+            wait for that; else sums are cleared before. Deterministic sums always do.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """

@@ -3,8 +3,12 @@
 #include "platform/block.cuh"
 #include "platform/types.cuh"
 
-/// *counter += x in one step; the value before.
-DEVICE u32 atomic_add(u32* counter, u32 x) { return __atomic_fetch_add(counter, x, __ATOMIC_RELAXED); }
+/// *counter += x in one step; the value before. Who comes first to a counter need not stay first.
+DEVICE u32 atomic_add(u32* counter, u32 x) {
+    const u32 before = __atomic_fetch_add(counter, x, __ATOMIC_RELAXED);
+    emulated::lag();
+    return before;
+}
 
 /// *counter += x; whoever sees the sum in `spin_until` sees what this thread did before.
 DEVICE void release_add(u32* counter, u32 x) { __atomic_fetch_add(counter, x, __ATOMIC_RELEASE); }

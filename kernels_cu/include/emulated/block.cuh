@@ -34,6 +34,8 @@ void wake(const void* object);
 void give_way();
 /// The same for a thread that waits for what another block does, and asks again when it goes on.
 void poll();
+/// Other blocks may get ahead of the calling thread's, at random, if they run at the same time.
+void lag();
 
 /// What another unit than the thread does, at some moment between its start and the wait that covers it (launch:
 /// copy_mode). It reads its operands at that moment, so that whoever touches them too early spoils the result.
