@@ -59,8 +59,8 @@ class Plan:
     Attributes:
         launches: (kernel, number of blocks).
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
-        dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters, if there are any; 0 where
-            dQ is summed in place or has a kernel of its own.
+        dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters, if any; 0 where dQ is
+            summed in place or has a kernel of its own.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from: "tuned: " and the file, "heuristic" or
             "given".

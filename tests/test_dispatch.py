@@ -438,7 +438,7 @@ def test_parameters_of_a_backward_with_tensor_maps(hopper):
 
 @pytest.mark.parametrize(("d", "columns"), [(40, 64), (64, 64), (72, 128), (128, 128)])
 def test_launches_of_a_backward_with_tensor_maps(d, columns):
-    """All three kernels are one module; dQ is summed in panels of 64 columns, beside counters of the sums and the keys."""
+    """All three kernels are one module; dQ is summed in panels of 64 columns, beside counters of sums and of keys."""
     q, k, v, _ = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2, D=d)
     plan = dispatch.plan_backward(Problem.of(q, k, v), 16, HOPPER, {"backward": HOPPER_BACKWARD})
     (rows, tiles), (main, key_tiles), (store, same_tiles) = plan.launches
