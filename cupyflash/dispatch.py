@@ -59,7 +59,8 @@ class Plan:
     Attributes:
         launches: (kernel, number of blocks).
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
-        dq_floats: float32 workspace in which dQ is summed; 0 where it is summed in place or has a kernel of its own.
+        dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters, if any; 0 where dQ is
+            summed in place or has a kernel of its own.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from: "tuned: " and the file, "heuristic" or
             "given".
@@ -162,12 +163,17 @@ def backward_tasks(
 ) -> tuple[Task, ...]:
     """One task where one kernel computes all gradients; two where none could sum dQ, or not deterministically."""
     apart: tuple[Task, ...] = ("backward_dkv", "backward_dq")
-    if given and "backward" in given and (not problem.deterministic or given["backward"].family == "wgmma"):
+    if given and "backward" in given and (not problem.deterministic or _sums_in_order(given["backward"])):
         return ("backward",)
-    if given and "backward_dkv" in given:
+    if given and ("backward" in given or "backward_dkv" in given):
         return apart
     found = heuristics.candidates("backward", problem, limits)
     return ("backward",) if any(mappable or config.family != "wgmma" for config in found) else apart
+
+
+def _sums_in_order(config: TileConfig) -> bool:
+    """Whether the one kernel of a backward can add to dQ in the order of the keys."""
+    return config.family == "wgmma" and not resources.is_wide("backward", config)
 
 
 def plan_backward(
@@ -207,10 +213,11 @@ def plan_backward(
             (main, min(key_blocks, limits.sm_count) if persistent else key_blocks),
             (last, query_blocks),
         )
+        counters = query_blocks + 1 if persistent else 0  # kernels_cu/include/dq_halves.cuh
         return Plan(
             launches,
             delta_floats,
-            query_blocks * resources.dq_floats(config, problem) + persistent,  # and a counter of the blocks' works
+            query_blocks * resources.dq_floats(config, problem) + counters,
             section,
             ((task, config, origin),),
             map_rows=(config.Br, config.Br, config.Bc, config.Bc) if wgmma else (),

@@ -26,7 +26,6 @@ _TILE_BYTES = 144
 _CONSUMER_REGISTERS = {2: 232, 3: 160}  # per thread, by the number of consumer warpgroups
 _BACKWARD_CONSUMERS = 2
 _WORKS, _WORK_BYTES = 2, 32  # announced ahead, kernels_cu/backward_wgmma.cu
-_DQ_PROGRESS_FLOATS = 1  # a counter, kernels_cu/include/dq_halves.cuh
 _BACKWARD_CONSUMER_REGISTERS = 240
 _CAP_REGISTERS = 24  # that tanh takes beside all scores of a tile
 # The backward above head dim 128 has one tile, and warpgroups of one role each: dV, dK, dQ, and the producer.
@@ -138,7 +137,7 @@ def dq_floats(config: TileConfig, problem: Problem) -> int:
     """float32 workspace in which the backward sums the dQ of one query tile."""
     d, _ = tile_head_dims(problem.head_dim, problem.head_dim_v)
     if config.family == "wgmma":
-        return config.Br * _round_up(d, _PANEL_COLUMNS) + _DQ_PROGRESS_FLOATS
+        return config.Br * _round_up(d, _PANEL_COLUMNS)
     return config.Br * d
 
 

@@ -42,8 +42,8 @@ class TileConfig:
             fewer registers, less precision.
         rounded_weights: "wgmma" backward above head dim 128 only, the same for all of them: less shared memory.
         values_in_registers: "wgmma" backward only, a consumer reads its values once.
-        first_stores: "wgmma" backward up to head dim 128 only, what comes first to a sum of dQ is stored, and others wait
-            for that; else sums are cleared before. Deterministic sums always do.
+        first_stores: "wgmma" backward up to head dim 128 only, what comes first to a sum of dQ is stored, and others
+            wait for that; else sums are cleared before. Deterministic sums always do.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """

@@ -23,6 +23,8 @@ SCHEDULES = (
     {"order": "reverse", "copy_mode": "issue"},
     {"order": "random", "copy_mode": "random", "seed": 1},
 )
+# For kernels whose blocks wait for one another: several at once. With one worker the first block does all the work.
+TOGETHER = (*SCHEDULES, {"order": "random", "copy_mode": "random", "seed": 2, "workers": 4})
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Kind:
     tiles: tuple = ()  # what is not to be chosen: TileConfig by task
     precision: str = "ieee"
     gpu: Limits = KNOWN_GPUS["H200"]
+    schedules: tuple = SCHEDULES
 
 
 def mma(forward, backward, backward_dkv, backward_dq):
@@ -58,17 +61,20 @@ PEELED = mma((32, 32, 2), (32, 64, 8, 2, 1, 2, 2, 4), (32, 64, 8, 2, 1, 2, 2, 4)
 
 # Few multiprocessors, so that a block computes several tiles, and so little cache that heads are taken in sections.
 TWO_SMS = Limits("a small Hopper", 90, 232_448, 2, 1 << 17)
+FOUR_SMS = Limits("a small Hopper", 90, 232_448, 4, 1 << 17)
 
 
 def wgmma(Br, Bc, warps, stages, **options):
     return (("forward", TileConfig("wgmma", Br, Bc, warps, stages, **options)),)
 
 
-def wgmma_backward(Br, stages, **options):
-    return (
+def persistent_backward(dtype, head_dims, Br, stages, **options):
+    """Head dims up to 128: blocks that stay, and wait for what others have added to dQ."""
+    tiles = (
         ("forward", TileConfig("mma", 32, 32, 2)),
         ("backward", TileConfig("wgmma", Br, 128, 12, stages, **options)),
     )
+    return Kind(dtype, head_dims, tiles, gpu=FOUR_SMS, schedules=TOGETHER)
 
 
 def wgmma_roles(stages, **options):
@@ -94,16 +100,15 @@ KINDS = {
     "hopper wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, dynamic=False), gpu=TWO_SMS),
     "hopper three": Kind("bfloat16", (40, 24), wgmma(192, 48, 16, 2, turns=False), gpu=TWO_SMS),
     "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False), gpu=TWO_SMS),
-    "backward hopper": Kind("float16", (64, 64), wgmma_backward(64, 2), gpu=TWO_SMS),
-    "backward hopper wide": Kind(
-        "bfloat16", (104, 128), wgmma_backward(80, 2, rounded_queries=40, first_stores=False), gpu=TWO_SMS
+    # A product of dQ has head dims as rows: of 32, 80 and 16 queries.
+    "backward hopper": persistent_backward("float16", (64, 64), 64, 2),
+    "backward hopper wide": persistent_backward("bfloat16", (104, 128), 80, 2, rounded_queries=40, first_stores=False),
+    "backward hopper narrow": persistent_backward(
+        "float16", (40, 72), 32, 3, values_in_registers=True, rounded_queries=32
     ),
-    "backward hopper narrow": Kind(
-        "float16",
-        (40, 72),
-        wgmma_backward(32, 3, values_in_registers=True, rounded_queries=32),
-        gpu=TWO_SMS,
-    ),
+    # Or queries, each consumer half of them or half of the head dims.
+    "backward hopper tall": persistent_backward("bfloat16", (56, 64), 128, 2, rounded_queries=32),
+    "backward hopper panels": persistent_backward("float16", (104, 72), 64, 2),
     "backward hopper roles": Kind("float16", (136, 160), wgmma_roles(2), gpu=TWO_SMS),
     "backward hopper roles largest": Kind("bfloat16", (256, 256), wgmma_roles(2), gpu=TWO_SMS),
     "backward hopper roles narrow": Kind(
@@ -456,6 +461,17 @@ _BACKWARD_NUMBERS = {
     "diagonal": ["large", "steep"],
 }
 BACKWARD_HOPPER = [kind for kind in KINDS if kind.startswith("backward hopper")]
+# Many keys, so that several blocks add to each sum of dQ, and several of their works to the rings of each block.
+_PERSISTENT_SHAPES = {
+    # In the second works are so short that one is announced while the gradients of the last but one are stored.
+    "plain": [(300, 520, 1, 3, 1), (60, 650, 2, 3, 3)],
+    "causal": [(200, 390, 2, 5, 5)],
+    "window": [(333, 500, 1, 9, 3)],
+    "deterministic": [(300, 520, 1, 3, 1)],
+    "deterministic causal": [(260, 390, 1, 6, 3), (300, 150, 2, 3, 1)],
+    "deterministic window": [(333, 500, 1, 9, 3)],
+    "deterministic softcap": [(130, 260, 1, 3, 3)],
+}
 # At the largest head dim a case takes long, and sums in float32 lose as much as the answers allow: the usual, and what
 # the others have no columns for.
 _LARGEST = "backward hopper roles largest"
@@ -541,6 +557,13 @@ CASES = {
             for kind in BACKWARD_HOPPER
             if kind != _LARGEST
         ),
+        *(
+            Case(kind, options, shape)
+            for kind in BACKWARD_HOPPER
+            if "roles" not in kind
+            for options, shapes in _PERSISTENT_SHAPES.items()
+            for shape in shapes
+        ),
         *(Case(_LARGEST, *case) for case in _LARGEST_CASES),
         Case("backward hopper", "causal", (140, 230, 2, 4, 2), layout="heads first aligned"),
         *(
@@ -609,12 +632,20 @@ def prepared(name):
     return problem, q, k, v, dout, dlse, answer
 
 
-def run(name, schedules=SCHEDULES, **runtime):
-    """Raises what is wrong with the kernels on a case; ``runtime`` are attributes of the HostRuntime."""
+def run(name, schedules=(), **runtime):
+    """Raises what is wrong with the kernels on a case; ``runtime`` are attributes of the HostRuntime.
+
+    Args:
+        schedules: options of ``emulated.launch``; those of the kind, if there are none.
+    """
     case = CASES[name]
     kind = KINDS[case.kind]
     limits = SMALL_L2 if case.l2 else kind.gpu
-    run_on((EmulatedBackend(dict(kind.tiles), limits_=limits, options=s, **runtime) for s in schedules), name)
+    backends = (
+        EmulatedBackend(dict(kind.tiles), limits_=limits, options=options, **runtime)
+        for options in schedules or kind.schedules
+    )
+    run_on(backends, name)
 
 
 def run_on(backends, name):

@@ -1,5 +1,6 @@
 // Small kernels about Hopper's asynchronous units. Run by test_emulated_hopper.py, which also plants faults in them:
 // FAULT(x) marks, by name, a line that a test leaves out.
+#include "platform/atomic.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/thread.cuh"
 #include "platform/tma.cuh"
@@ -188,6 +189,57 @@ KERNEL(32, 1) void show_box(PARAMS(BoxParams) params) {
         params.sums[n] = reinterpret_cast<float*>(shared.box)[n];
 }
 
+// ---- Blocks that wait for one another.
+
+struct RelayParams {
+    float *addends, *sums;  // 32 per block; 32
+    u32* counter;           // blocks that are done
+};
+
+/// Adds the blocks' numbers one after the other, in the order of the blocks; the first stores its own.
+KERNEL(32, 1) void relay(PARAMS(RelayParams) params) {
+    BoxStorage& shared = box_storage();
+    shared.addends[lane_index()] = params.addends[32 * block_index() + lane_index()];
+    fence_async_shared();  // FAULT(relay_fence)
+    warp_sync();
+    if (lane_index() != 0)
+        return;
+    spin_until(params.counter, [](u32 done) { return done == block_index(); });  // FAULT(relay_wait)
+    fence_async_global();
+    if (block_index() == 0)
+        bulk_store(params.sums, shared.addends, sizeof shared.addends);
+    else
+        bulk_reduce_add(params.sums, shared.addends, sizeof shared.addends);
+    bulk_commit();
+    bulk_wait<0>();                  // FAULT(relay_done)
+    release_add(params.counter, 1);  // FAULT(relay_told)
+}
+
+struct PollParams {
+    TensorMap from;  // a box of 32 float
+    u32* counter;
+};
+
+/// The first warp tells the second that a box has landed, and the second the third; those who poll run all the while.
+KERNEL(96, 1) void poll(PARAMS(PollParams) params) {
+    BoxStorage& shared = box_storage();
+    if (thread_index() == 0) {
+        barrier_init(shared.full, 1);
+        barrier_init_fence();
+        barrier_arrive_expect(shared.full, 128);
+        tma_load(shared.box, params.from, shared.full, 0, 0, 0, 0);
+    }
+    block_sync();
+    const u32 place = warp_index() == CF_POLL_LAST ? 2 : warp_index() == (CF_POLL_LAST + 1) % 3 ? 0 : 1;
+    if (place == 0)
+        barrier_wait(shared.full, 0);
+    else if (lane_index() == 0)
+        spin_until(params.counter, [=](u32 told) { return told == place; });
+    warp_sync();
+    if (lane_index() == 0)
+        release_add(params.counter, 1);
+}
+
 // ---- Named barriers, registers, and what is not allowed.
 
 struct OutParams {
@@ -259,4 +311,9 @@ KERNEL(32, 1) void written_without_fence(PARAMS(OutParams) params) {
     bulk_reduce_add(reinterpret_cast<float*>(params.out), box_storage().addends, 16);
     bulk_commit();
     bulk_wait<0>();
+}
+
+KERNEL(32, 1) void store_of_24_bytes(PARAMS(OutParams) params) {
+    if (lane_index() == 0)
+        bulk_store(reinterpret_cast<float*>(params.out), box_storage().addends, 24);
 }

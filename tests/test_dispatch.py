@@ -253,18 +253,17 @@ def test_no_lse_is_a_null_pointer(runtime):
 
 
 @pytest.mark.parametrize("family", ["mma", "simt", "wgmma"])
-def test_no_gradient_of_lse_is_a_null_pointer(runtime, hopper, family):
+def test_no_gradient_of_lse_is_a_null_pointer(hopper, family):
     """What is prepared serves calls with it and calls without."""
-    noting, given, struct = (runtime, {}, BACKWARD)
-    if family == "wgmma":
-        noting, given, struct = (hopper, {"backward": HOPPER_BACKWARD}, BACKWARD_TENSOR)
-    same, four = Engine(noting, given), arrays(dtype=np.float32 if family == "simt" else np.float16)
+    given = {"mma": {"backward": TileConfig("mma", 64, 64, 4, 2)}, "wgmma": {"backward": HOPPER_BACKWARD}, "simt": {}}
+    struct = BACKWARD_TENSOR if family == "wgmma" else BACKWARD
+    same, four = Engine(hopper, given[family]), arrays(dtype=np.float32 if family == "simt" else np.float16)
     dlse = aligned((2, 4, 100), np.float32)
     for given_dlse, address in ((None, 0), (dlse, dlse.ctypes.data), (None, 0)):
-        noting.launches.clear()
+        hopper.launches.clear()
         _, lse, dq, _, _ = backward(same, *four, dlse=given_dlse)
-        assert f"backward_{family}" in [name for name, *_ in noting.launches]
-        for *_, data in noting.launches:
+        assert f"backward_{family}" in [name for name, *_ in hopper.launches]
+        for *_, data in hopper.launches:
             packed = fields(struct, data)
             assert [packed[name] for name in ("lse", "dlse", "dq")] == [lse.ctypes.data, address, dq.ctypes.data]
     assert len(same._prepared) == 1
@@ -439,14 +438,14 @@ def test_parameters_of_a_backward_with_tensor_maps(hopper):
 
 @pytest.mark.parametrize(("d", "columns"), [(40, 64), (64, 64), (72, 128), (128, 128)])
 def test_launches_of_a_backward_with_tensor_maps(d, columns):
-    """All three kernels are one module; dQ is summed in panels of 64 columns."""
+    """All three kernels are one module; dQ is summed in panels of 64 columns, beside counters of sums and of keys."""
     q, k, v, _ = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2, D=d)
     plan = dispatch.plan_backward(Problem.of(q, k, v), 16, HOPPER, {"backward": HOPPER_BACKWARD})
     (rows, tiles), (main, key_tiles), (store, same_tiles) = plan.launches
     assert len({(kernel.file, kernel.defines, kernel.target) for kernel in (rows, main, store)}) == 1
     assert main.target == "sm_90a"
     assert (tiles, key_tiles, same_tiles) == (3 * 4 * 2, 3 * 2 * 2, 3 * 4 * 2)
-    assert plan.dq_floats == tiles * 64 * columns
+    assert plan.dq_floats == tiles * (64 * columns + 1) + 1
     assert (rows.threads, main.threads, store.threads) == (8 * 64, 384, 256)
     assert store.shared_bytes == 64 * columns * 2
     assert plan.map_rows == (64, 64, 128, 128)
@@ -479,12 +478,35 @@ def test_a_tuned_backward_with_tensor_maps_is_for_what_they_describe(monkeypatch
     assert config.family == family
 
 
-def test_a_deterministic_backward_has_no_tensor_maps(monkeypatch):
-    winner = types.SimpleNamespace(config=HOPPER_BACKWARD, origin="tuned")
-    monkeypatch.setattr(dispatch.store, "find", lambda *_: [winner])
-    q, k, v, _ = arrays()
-    plan = dispatch.plan_backward(Problem.of(q, k, v, deterministic=True), 16, HOPPER)
-    assert {config.family for _, config, _ in plan.configs} == {"mma"}
+ALONE = {("backward", "wgmma")}
+APART = {("backward_dkv", "mma"), ("backward_dq", "mma")}
+
+
+@pytest.mark.parametrize(
+    ("d", "given", "mappable", "kernels"),
+    [
+        (64, None, True, ALONE),
+        (128, None, True, ALONE),
+        (136, None, True, APART),
+        (64, None, False, APART),
+        (64, HOPPER_BACKWARD, True, ALONE),
+        # These sum in any order.
+        (256, TileConfig("wgmma", 64, 64, 16, 2), True, APART),
+        (64, TileConfig("mma", 64, 64, 4, 2), True, APART),
+    ],
+)
+def test_a_deterministic_backward_sums_in_the_order_of_the_keys_or_apart(d, given, mappable, kernels):
+    q, k, v, _ = arrays(D=d)
+    problem = Problem.of(q, k, v, deterministic=True)
+    plan = dispatch.plan_backward(problem, 16, HOPPER, {"backward": given} if given else None, mappable)
+    assert {(task, config.family) for task, config, _ in plan.configs} == kernels
+
+
+def test_blocks_stay_in_the_backward_too(hopper):
+    for heads, expected in ((1, 2), (66, 132), (67, 132)):
+        backward(Engine(hopper), *arrays(B=1, Sk=200, H=heads, Hk=heads))  # two tiles of 128 keys
+        (main, grid) = hopper.loads[-2]
+        assert (main.name, grid) == ("backward_wgmma", expected)
 
 
 def test_maps_are_kept_by_addresses(hopper, monkeypatch):
@@ -534,10 +556,10 @@ def test_macros_of_hopper():
     assert (found["CF_STALE_MAXIMUM"], found["CF_TURNS"], found["CF_SHARED_BASE"]) == (1, 1, 1024)
     assert not {"CF_STALE_MAXIMUM", "CF_TURNS", "CF_SHARED_BASE"} & set(defines(limits=A100))
     q, k, v, _ = arrays()
-    (kernel, _), *_ = dispatch.plan_forward(Problem.of(q, k, v), 16, HOPPER).launches
-    assert kernel.target == "sm_90a"  # wgmma is in no other instruction set
-    (kernel, _), *_ = dispatch.plan_backward(Problem.of(q, k, v), 16, HOPPER).launches
-    assert kernel.target == ""
+    for plan in (dispatch.plan_forward, dispatch.plan_backward):
+        for limits, target in ((HOPPER, "sm_90a"), (A100, "")):  # wgmma is in no other instruction set
+            (kernel, _), *_ = plan(Problem.of(q, k, v), 16, limits).launches
+            assert kernel.target == target
 
 
 def reversed_along(axis):

@@ -75,6 +75,7 @@ class Pipeline:
                 "CF_MORE_BYTES": 0,
                 "CF_WRONG_PARITY": 0,
                 "CF_BOX_BYTES": 0,
+                "CF_POLL_LAST": 0,
                 "CF_SHARED_BYTES": self.shared_bytes(),
                 "CF_ARCH": 90,
             }
@@ -222,6 +223,71 @@ def test_named_barriers():
         out = np.zeros(256, np.uint32)
         misuse("hand_over", out, order=order)
         np.testing.assert_array_equal(out, [*range(127, -1, -1), *range(1127, 999, -1)])
+
+
+# ---- Blocks that wait for one another.
+
+
+def relay(blocks=4, fault=None, **options):
+    """(sums, what they are in the order of the blocks and in no other, the counter)"""
+    addends = np.stack([np.full(32, x, np.float32) for x in (2.0**24, 1, -(2.0**24), 0)])[:blocks]
+    addends[-1] += np.arange(32)
+    sums, counter = np.full(36, np.nan, np.float32), np.zeros(1, np.uint32)
+    sums = sums[-sums.ctypes.data % 16 // 4 :][:32]
+    library = build(fault, tuple(Pipeline().defines.items()))
+    params = struct.pack("PPP", addends.ctypes.data, sums.ctypes.data, counter.ctypes.data)
+    shared_bytes = Pipeline().defines["CF_SHARED_BYTES"]
+    emulated.launch(library, "relay", blocks, params, threads=32, shared_bytes=shared_bytes, **options)
+    return sums, np.add.accumulate(addends)[-1], int(counter[0])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("copy_mode", COPY_MODES)
+def test_blocks_store_and_add_in_the_order_they_are_told(order, copy_mode):
+    for seed in range(3):
+        sums, expected, counter = relay(order=order, copy_mode=copy_mode, seed=seed, workers=4)
+        np.testing.assert_array_equal(sums, expected)
+        assert counter == 4
+
+
+@pytest.mark.parametrize("last", range(3))
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("copy_mode", COPY_MODES)
+def test_who_polls_starves_nobody(last, order, copy_mode):
+    """Neither a thread that the order puts behind, nor a load that waits until no thread can run."""
+    box = np.zeros((1, 1, 1, 36), WIDE)
+    box = box.ravel()[-box.ctypes.data % 16 // 4 :][:32].reshape(1, 1, 1, 32)
+    counter = np.zeros(1, np.uint32)
+    params = box_map(box, (32, 1, 1, 1)) + struct.pack("<Q56x", counter.ctypes.data)
+    pipeline = Pipeline(CF_POLL_LAST=last)
+    shared_bytes = pipeline.defines["CF_SHARED_BYTES"]
+    library = build(None, tuple(pipeline.defines.items()))
+    emulated.launch(library, "poll", 1, params, threads=96, shared_bytes=shared_bytes, order=order, copy_mode=copy_mode)
+    assert counter == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "message"),
+    [
+        (None, {"order": "reverse"}, r"spin_until: a counter in global memory stays at 0"),  # no block before runs
+        ("relay_wait", {"order": "reverse"}, r"wrong"),
+        ("relay_told", {"order": "forward"}, r"spin_until: a counter in global memory stays at 0"),
+        ("relay_done", {"order": "forward"}, r"returned with 1 bulk copies .* that no bulk_wait has covered"),
+        ("relay_fence", {"order": "forward"}, r"bulk_store: reads shared offset \d+, where a thread has written"),
+    ],
+)
+def test_faults_around_blocks_that_wait_are_caught(fault, options, message):
+    try:
+        sums, expected, _ = relay(fault=fault, **options)
+        found = "" if np.array_equal(sums, expected) else "wrong"
+    except RuntimeError as error:
+        found = str(error)
+    assert re.search(message, found), found
+
+
+def test_a_bulk_store_moves_whole_chunks():
+    with pytest.raises(RuntimeError, match=r"bulk_store: 24 bytes at 0x\w+: both must be multiples of 16"):
+        misuse("store_of_24_bytes", threads=32)
 
 
 # ---- Faults.

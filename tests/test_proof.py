@@ -62,7 +62,7 @@ REDUCED = [
     ("forward", "tf32", TileConfig("mma", 32, 32, 2)),
     ("forward", "float32", TileConfig("simt", 32, 32, 2, 2)),
     ("backward", "bfloat16", TileConfig("mma", 32, 64, 4, 2, 1, 1, 1, 2, True)),
-    ("backward", "bfloat16", TileConfig("wgmma", 64, 128, 12, 2, early_turn=True)),
+    ("backward", "bfloat16", TileConfig("wgmma", 64, 128, 12, 2, first_stores=False)),
     ("backward", "float32", TileConfig("simt", 32, 32, 2, dq_warps_d=2)),
     ("backward_dq", "tf32", TileConfig("mma", 32, 16, 2, 2)),
 ]

@@ -37,7 +37,7 @@ entries:
     masked: no
   config: {family: mma, Br: 128, Bc: 64, warps: 4}
 - kind: {task: backward, dtype: bfloat16, head_dim: 96, head_dim_v: 64, masked: true, length: 2048, rows: 16384}
-  config: {family: wgmma, Br: 64, Bc: 128, warps: 12, stages: 2, early_turn: true}
+  config: {family: wgmma, Br: 64, Bc: 128, warps: 12, stages: 2, first_stores: false}
   measured: {seconds: 1.5e-04, default_seconds: 2, spread: 0, date: 2026-11-29, nvrtc: '13.0', provenance: me}
 """
 
@@ -59,7 +59,7 @@ def test_a_file_by_hand():
             Entry(KIND, CONFIG),
             Entry(
                 Kind("backward", "bfloat16", 96, 64, True, 2048, 16384),
-                TileConfig("wgmma", 64, 128, 12, 2, early_turn=True),
+                TileConfig("wgmma", 64, 128, 12, 2, first_stores=False),
                 Measured(1.5e-4, 2, 0, date="2026-11-29", nvrtc="13.0", provenance="me"),
             ),
         ),
@@ -76,7 +76,7 @@ def test_a_file_by_hand():
         ("warps: 12", "warps: 12.0", "config.warps is 12.0; expected a whole number from 1"),
         ("warps: 12", "warps: true", "config.warps is True; expected a whole number from 1"),
         ("warps: 12", "warps: -4", "config.warps is -4; expected a whole number from 1"),
-        ("early_turn: true", "early_turn: 1", "config.early_turn is 1; expected true or false"),
+        ("first_stores: false", "first_stores: 0", "config.first_stores is 0; expected true or false"),
         ("task: backward", "task: backwards", "kind.task is 'backwards'; expected one of forward, backward, "),
         ("dtype: bfloat16", "dtype: float64", "kind.dtype is 'float64'; expected one of float16, "),
         ("masked: true", "masked: causal", "kind.masked is 'causal'; expected true or false"),

@@ -3,8 +3,12 @@
 #include "platform/block.cuh"
 #include "platform/types.cuh"
 
-/// *counter += x in one step; the value before.
-DEVICE u32 atomic_add(u32* counter, u32 x) { return __atomic_fetch_add(counter, x, __ATOMIC_RELAXED); }
+/// *counter += x in one step; the value before. Who comes first to a counter need not stay first.
+DEVICE u32 atomic_add(u32* counter, u32 x) {
+    const u32 before = __atomic_fetch_add(counter, x, __ATOMIC_RELAXED);
+    emulated::lag();
+    return before;
+}
 
 /// *counter += x; whoever sees the sum in `spin_until` sees what this thread did before.
 DEVICE void release_add(u32* counter, u32 x) { __atomic_fetch_add(counter, x, __ATOMIC_RELEASE); }
@@ -18,6 +22,6 @@ DEVICE void spin_until(const u32* counter, Condition enough) {
         if (n == kPatience)
             emulated::fail("spin_until: a counter in global memory stays at %u",
                            __atomic_load_n(counter, __ATOMIC_RELAXED));
-        emulated::give_way();
+        emulated::poll();
     }
 }

@@ -32,6 +32,10 @@ void wait_for(const void* object, u32 detail, Describe describe);
 void wake(const void* object);
 /// Others may run before the calling thread goes on.
 void give_way();
+/// The same for a thread that waits for what another block does, and asks again when it goes on.
+void poll();
+/// Other blocks may get ahead of the calling thread's, at random, if they run at the same time.
+void lag();
 
 /// What another unit than the thread does, at some moment between its start and the wait that covers it (launch:
 /// copy_mode). It reads its operands at that moment, so that whoever touches them too early spoils the result.

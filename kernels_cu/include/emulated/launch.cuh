@@ -44,6 +44,12 @@ enum class Order : u32 { kForward, kReverse, kRandom };
 /// When an asynchronous copy lands.
 enum class CopyMode : u32 { kAtIssue, kAtWait, kRandom };
 
+/// How far the blocks of a launch are, all together.
+struct Pace {
+    std::atomic<u32> awake;     // host threads that do not hold their block back
+    std::atomic<u64> steps{0};  // that threads have given way
+};
+
 struct Launch {
     Kernel kernel;
     u32 grid;
@@ -53,6 +59,7 @@ struct Launch {
     u64 seed;
     Order order;
     CopyMode copy_mode;
+    Pace& pace;
 };
 
 constexpr u32 kMaxWarps = 32;
@@ -285,7 +292,14 @@ u32 random(u32 bound) {
     return static_cast<u32>((block->random_state * 0x2545f4914f6cdd1dull) >> 32) % bound;
 }
 
-/// One of the bits set in `mask`, by the launch's order.
+/// One of the bits set in `mask`.
+u32 pick_any(u32 mask) {
+    const u32 turn = random(32);
+    const u32 turned = mask >> turn | mask << (31 - turn) << 1;
+    return (static_cast<u32>(__builtin_ctz(turned)) + turn) % 32;
+}
+
+/// The same by the launch's order.
 u32 pick(u32 mask) {
     switch (block->launch.order) {
         case Order::kForward:
@@ -295,9 +309,7 @@ u32 pick(u32 mask) {
         case Order::kRandom:
             break;
     }
-    const u32 turn = random(32);
-    const u32 turned = mask >> turn | mask << (31 - turn) << 1;
-    return (static_cast<u32>(__builtin_ctz(turned)) + turn) % 32;
+    return pick_any(mask);
 }
 
 void set_ready(u32 warp, u32 lanes) {
@@ -515,8 +527,37 @@ void wake(const void* object) {
 }
 
 void give_way() {
+    ++block->launch.pace.steps;
     perform_some();
     run_next();
+}
+
+/// Not by the launch's order: whom it puts behind the calling thread, another block may be waiting for. Nor do loads wait
+/// until no thread can run.
+void poll() {
+    constexpr u32 kLoadsPatience = 16;
+    ++block->launch.pace.steps;
+    perform_some();
+    if (!block->loads.items.empty() && random(kLoadsPatience) == 0)
+        perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
+    Fiber& from = fiber();
+    const u32 warp = pick_any(block->ready_warps);
+    block->current = warp * kLanes + pick_any(block->warps[warp].ready);
+    if (&fiber() != &from)
+        switch_context(from.context, fiber().context, false);
+    else
+        std::this_thread::yield();  // to another block's
+}
+
+/// Until they have done so many steps, or all of them have ended or lag, too.
+void lag() {
+    constexpr u32 kMostSteps = 1024;
+    Pace& pace = block->launch.pace;
+    const u64 end = pace.steps + random(kMostSteps);
+    --pace.awake;
+    while (pace.awake != 0 && pace.steps < end)
+        std::this_thread::yield();
+    ++pace.awake;
 }
 
 // ---- Running.
@@ -680,6 +721,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
     // A copy of exactly this size, so that AddressSanitizer sees a kernel read beyond it; aligned for tensor maps.
     const Memory own_params = allocate(params_bytes, 64);
     std::memcpy(own_params.get(), params, params_bytes);
+    Pace pace{{workers}};
     const Launch launch = {kernel,
                            grid,
                            threads,
@@ -687,7 +729,8 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
                            own_params.get(),
                            seed,
                            static_cast<Order>(order),
-                           static_cast<CopyMode>(copy_mode)};
+                           static_cast<CopyMode>(copy_mode),
+                           pace};
     const std::vector<u32> blocks = block_order(launch);
     std::atomic<u32> next{0};
     std::mutex mutex;
@@ -704,6 +747,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
             if (error.empty())
                 error = own_block.error;
         }
+        --pace.awake;
     };
     std::vector<std::thread> others;
     for (u32 n = 1; n < workers; ++n)
