@@ -38,7 +38,7 @@ class TileConfig:
         turns: "wgmma" forward only, the consumers take turns at the tensor cores; in the backward they always do.
         dynamic: "wgmma" forward only, a block that is free takes the next tile; else every block has its tiles from the
             start.
-        rounded_queries: "wgmma" backward up to head dim 128 only, queries of a tile whose dS is computed from rounded P:
+        rounded_queries: "wgmma" backward up to head dim 128 only, queries of a tile whose dS comes from the rounded P:
             fewer registers, less precision.
         rounded_weights: "wgmma" backward above head dim 128 only, the same for all of them: less shared memory.
         values_in_registers: "wgmma" backward only, a consumer reads its values once.

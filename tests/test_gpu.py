@@ -190,8 +190,10 @@ def test_forward_takes_its_results_only(dtype, precision, S, H, Hk):
 @pytest.mark.parametrize(("S", "H", "Hk"), [(1000, 8, 8), (4096, 8, 2)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward_takes_its_results_and_one_workspace(runtime, dtype, precision, S, H, Hk, deterministic):
-    """Delta, and where dQ is summed in another dtype a float32 dQ; heads that share keys add nothing. Family "wgmma" has a
-    counter per query tile beside it, and one more."""
+    """Delta, and where dQ is summed in another dtype a float32 dQ; heads that share keys add nothing.
+
+    Family "wgmma" has a counter per query tile beside it, and one more.
+    """
     q, k, v, dout = map(to_gpu, on_host(2, S, S, H, Hk, 64, dtype))
     options = {"causal": True, "precision": precision}
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)

@@ -108,10 +108,10 @@ def _all(task: Task, problem: Problem) -> Iterator[TileConfig]:
             yield TileConfig("mma", Br, Bc, warps, stages, blocks)
     else:
         for Br, stages in product((32, 48, 64, 80, 96, 112, 128) if task == "backward" else (), (2, 3)):
-            for eighths, values, first in product(range(0, Br // 8 + 1, 2), (True, False), (True, False)):
+            for rounded, values, first in product(sorted({0, 32, Br}), (True, False), (True, False)):
                 yield TileConfig(
                     *("wgmma", Br, 128, 12, stages),
-                    rounded_queries=8 * eighths,
+                    rounded_queries=rounded,
                     values_in_registers=values,
                     first_stores=first,
                 )
