@@ -165,7 +165,7 @@ def backward_tasks(
     apart: tuple[Task, ...] = ("backward_dkv", "backward_dq")
     if given and "backward" in given and (not problem.deterministic or _sums_in_order(given["backward"])):
         return ("backward",)
-    if given and ("backward" in given or "backward_dkv" in given):
+    if given and not given.keys().isdisjoint({"backward", *apart}):
         return apart
     found = heuristics.candidates("backward", problem, limits)
     return ("backward",) if any(mappable or config.family != "wgmma" for config in found) else apart

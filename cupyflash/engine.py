@@ -148,9 +148,11 @@ class Engine:
         prepared = self._prepared.get(key)
         if prepared is None:
             width, limits = vector_bytes(problem, arrays, bits), self._runtime.limits()
+            maps = mappable(arrays[:4])
             if self._before_planning:
-                self._before_planning(backward_tasks(problem, limits), problem, limits)
-            plan = plan_backward(problem, width, limits, self._given, mappable(arrays[:4]))
+                tasks = backward_tasks(problem, limits, self._given, maps and width == 16)
+                self._before_planning(tasks, problem, limits)
+            plan = plan_backward(problem, width, limits, self._given, maps)
             prepared = self._prepare(key, plan, BACKWARD_TENSOR if plan.map_rows else BACKWARD, arrays)
         launch_on, workspace = prepared.launch, self._runtime.workspace
         delta_floats = -(-prepared.plan.delta_floats // 64) * 64  # keeps the sum behind it aligned

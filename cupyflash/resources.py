@@ -246,6 +246,8 @@ def _why_not_wgmma_backward(task: Task, config: TileConfig, problem: Problem) ->
     if config.warps != 4 * (_BACKWARD_CONSUMERS + 1) or config.Bc != 64 * _BACKWARD_CONSUMERS:
         return f"{config.warps} warps and Bc {config.Bc}; two consumer warpgroups of 64 keys and a producer are 12, 128"
     multiple = 16 if problem.head_dim > _PANEL_COLUMNS else 32  # the consumers share head dims of dQ, or queries
+    if config.stages < 2:
+        return "stages is 1; the scores of a tile are computed before the one before is released, which takes 2"
     if config.rounded_weights:
         return "rounded_weights is of the kernel for head dims above 128; up to there it is rounded_queries"
     if config.rounded_queries % 8 or not 0 <= config.rounded_queries <= config.Br:

@@ -41,7 +41,7 @@ class TileConfig:
         rounded_queries: "wgmma" backward up to head dim 128 only, queries of a tile whose dS comes from the rounded P:
             fewer registers, less precision.
         rounded_weights: "wgmma" backward above head dim 128 only, the same for all of them: less shared memory.
-        values_in_registers: "wgmma" backward only, a consumer reads its values once.
+        values_in_registers: "wgmma" backward up to head dim 128 only, a consumer reads its values once.
         first_stores: "wgmma" backward up to head dim 128 only, what comes first to a sum of dQ is stored, and others
             wait for that; else sums are cleared before. Deterministic sums always do.
 

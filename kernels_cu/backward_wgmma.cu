@@ -32,6 +32,7 @@
 #include "traits.cuh"
 #include "warpgroup_tile.cuh"
 
+static_assert(kStages >= 2, "S of a tile is started before the one before is released");
 static_assert(kThreads == 128 * (kConsumers + 1) && kBc == 64 * kConsumers, "each consumer owns 64 keys");
 constexpr u32 kProducerRegisters = 24;
 constexpr u32 kConsumerRegisters = 240;

@@ -502,6 +502,15 @@ def test_a_deterministic_backward_sums_in_the_order_of_the_keys_or_apart(d, give
     assert {(task, config.family) for task, config, _ in plan.configs} == kernels
 
 
+@pytest.mark.parametrize("task", ["backward_dkv", "backward_dq"])
+def test_tiles_given_for_one_of_two_kernels_are_used(task):
+    q, k, v, _ = arrays(D=64)
+    given = {task: TileConfig("mma", 64, 64, 4, 2)}
+    plan = dispatch.plan_backward(Problem.of(q, k, v, deterministic=True), 16, HOPPER, given)
+    assert {(task, config) for task, config, _ in plan.configs} >= set(given.items())
+    assert len(plan.launches) == 3 and plan.dq_floats == 0
+
+
 def test_blocks_stay_in_the_backward_too(hopper):
     for heads, expected in ((1, 2), (66, 132), (67, 132)):
         backward(Engine(hopper), *arrays(B=1, Sk=200, H=heads, Hk=heads))  # two tiles of 128 keys

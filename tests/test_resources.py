@@ -372,6 +372,11 @@ def test_a_capped_score_needs_registers():
             {"Br": 96},
             "needs 264192 bytes of shared memory per block; NVIDIA H200 has 232448",
         ),
+        (
+            problem(64),
+            {"stages": 1},
+            "stages is 1; the scores of a tile are computed before the one before is released, which takes 2",
+        ),
         (problem(64, 128), {"stages": 3}, None),
         (problem(72), {"Br": 80}, None),
     ],

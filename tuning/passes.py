@@ -73,8 +73,8 @@ class CudaMemory:
 class Pass:
     """One task of a problem with one configuration.
 
-    A deterministic backward has two tasks: "backward_dkv" stands for delta, dK and dV, "backward_dq" for dQ alone,
-    whose delta ``launch_all`` has to compute once.
+    A backward whose dQ has a kernel of its own has two tasks: "backward_dkv" stands for delta, dK and dV, "backward_dq"
+    for dQ alone, whose delta ``launch_all`` has to compute once.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def why(options: Namespace, current_gpu: CurrentGpu) -> int:
     problem, limits = problem_and_gpu(" ".join(options.problem), current_gpu)
     lines = [("problem", describe(problem)), ("GPU", describe_gpu(limits))]
     mappable = vector_bytes_as_allocated(problem) == 16
-    tasks: tuple[Task, ...] = ("forward", *dispatch.backward_tasks(problem, limits))
+    tasks: tuple[Task, ...] = ("forward", *dispatch.backward_tasks(problem, limits, None, mappable))
     for task in tasks:
         lines.append((task, f"looked up as {Kind.of(task, problem)}"))
         lines += [("", line) for line in _decision(task, problem, limits, mappable)]
