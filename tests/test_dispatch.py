@@ -508,7 +508,8 @@ def test_tiles_given_for_one_of_two_kernels_are_used(task):
     given = {task: TileConfig("mma", 64, 64, 4, 2)}
     plan = dispatch.plan_backward(Problem.of(q, k, v, deterministic=True), 16, HOPPER, given)
     assert {(task, config) for task, config, _ in plan.configs} >= set(given.items())
-    assert len(plan.launches) == 3 and plan.dq_floats == 0
+    assert len(plan.launches) == 3
+    assert plan.dq_floats == 0
 
 
 def test_blocks_stay_in_the_backward_too(hopper):
