@@ -19,18 +19,20 @@
 #include "backward_rows.cuh"
 #include "band.cuh"
 #include "dq_halves.cuh"
+#include "hidden_rows.cuh"
 #include "panel_tile.cuh"
 #include "platform/atomic.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/tma.cuh"
 #include "platform/warpgroup.cuh"
-#include "probability.cuh"
+#include "query_rows.cuh"
 #include "query_tile.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
 #include "traits.cuh"
 #include "warpgroup_tile.cuh"
+#include "weights.cuh"
 
 static_assert(kStages >= 2, "S of a tile is started before the one before is released");
 static_assert(kThreads == 128 * (kConsumers + 1) && kBc == 64 * kConsumers, "each consumer owns 64 keys");
@@ -74,8 +76,6 @@ struct SharedStorage {
     alignas(8) u8 shrunk[2][kConsumerWarps];  // which warps have divided their dS by 2^24
     volatile u32 rare[kStages];               // what is unusual about the rows of a tile
 };
-constexpr u32 kPrecise = 1;    // an LSE so large that exponents are computed the precise way
-constexpr u32 kNonfinite = 2;  // NaN or infinity in a row's LSE or delta, as NaN or infinity in its q or dO makes them
 
 // Named barriers; all but one for each consumer, kDqFull for each sender, too.
 constexpr u32 kTurn = 1, kDqFull = 3, kDqEmpty = 7, kConsumersMeet = 9, kConsumerMeets = 10;
@@ -142,11 +142,14 @@ struct Producer {
     Ring<1> keys;
     Ring<kStages> ring;
 
-    DEVICE void announce(const Work& work) {
+    /// Returns the work where it stays, in shared memory, for registers are short.
+    DEVICE const Work& announce(const Work& work) {
         barrier_wait(shared.slot_empty[slot.at], slot.parity ^ 1);
-        shared.slots[slot.at] = work;
+        Work& place = shared.slots[slot.at];
+        place = work;
         barrier_arrive(shared.slot_full[slot.at]);
         slot.advance();
+        return place;
     }
 
     DEVICE Work work_at(i32 index) const {
@@ -198,18 +201,14 @@ struct Producer {
         tensor_map_prefetch(params.v_map);
         tensor_map_prefetch(params.dout_map);
 #pragma unroll 1
-        for (i32 index = take(); index < works; index = take()) {
-            const Work work = work_at(index);
-            announce(work);
-            stream(work);
-        }
+        for (i32 index = take(); index < works; index = take())
+            stream(announce(work_at(index)));
         announce({-1, 0, 0, 0, {0, 0}, 0});
     }
 };
 
 /// One warp: LSE, as the exponents want it, and delta of every query tile. Rows beyond the last query are hidden later.
 DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared) {
-    constexpr u32 kRows = (kBr + 31) / 32;  // of a lane
     Works works(shared);
     Ring<kStages> ring;
 #pragma unroll 1
@@ -220,30 +219,11 @@ DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared)
         Walk walk(params, work);
 #pragma unroll 1
         for (i32 n = 0; n < work.steps; ++n) {
-            const i64 head = (static_cast<i64>(work.batch) * params.num_heads + walk.head) * params.seqlen_q;
-            float lse[kRows], delta[kRows];
-            bool fused = true, finite = true;
-#pragma unroll
-            for (u32 m = 0; m < kRows; ++m) {
-                const i32 query = walk.first_query() + static_cast<i32>(32 * m + lane_index());
-                const bool valid = query < params.seqlen_q && (kBr % 32 == 0 || 32 * m + lane_index() < kBr);
-                lse[m] = valid ? params.lse[head + query] : infinity();
-                delta[m] = valid ? params.delta[head + query] : 0.0f;
-                finite &= !valid || (is_finite(lse[m]) && is_finite(delta[m]));
-                lse[m] = backward_lse(lse[m]);
-                fused &= fuses(lse[m]);
-            }
-            fused = !warp_any(!fused);
-            finite = !warp_any(!finite);
+            const QueryRows rows(params, work.batch, walk.head, walk.first_query());
             barrier_wait(shared.empty[ring.at], ring.parity ^ 1);
-#pragma unroll
-            for (u32 m = 0; m < kRows; ++m)
-                if (const u32 row = 32 * m + lane_index(); kBr % 32 == 0 || row < kBr) {
-                    shared.lse[ring.at][row] = fused ? lse[m] * kLog2e : lse[m];
-                    shared.delta[ring.at][row] = delta[m];
-                }
+            rows.store(shared.lse[ring.at], shared.delta[ring.at]);
             if (lane_index() == 0)
-                shared.rare[ring.at] = (fused ? 0 : kPrecise) | (finite ? 0 : kNonfinite);
+                shared.rare[ring.at] = rows.rare();
             warp_sync();
             if (lane_index() == 0)
                 barrier_arrive(shared.Q_full[ring.at]);
@@ -342,8 +322,6 @@ struct Consumer {
 
     using Sums = WarpgroupTile<kD>;
     using SumsV = WarpgroupTile<kDv>;
-    using Scores = WarpgroupTile<kBr>;
-    using Weights = WarpgroupOperand<Element, kBr>;
 
     // Consumers use the tensor cores in turns.
     DEVICE void take_turn() { named_sync(kTurn + index, 128 * kConsumers); }
@@ -356,49 +334,6 @@ struct Consumer {
 
     /// Of both consumers.
     DEVICE Range work_keys() const { return Range{keys.first - static_cast<i32>(64 * index), 0}.part(0, kBc); }
-    DEVICE static Range queries_of(i32 first_query) { return {first_query, first_query + static_cast<i32>(kBr)}; }
-
-    /// Clears P or dS of pairs that do not see each other, whatever has become of them.
-    DEVICE void hide(Weights& weights, i32 first_query) const {
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            // Relative to this lane's first column, so that the comparisons below are with constants.
-            const i32 origin = first_query + static_cast<i32>(Scores::col(0));
-            const Range queries = band.queries_of(keys.first + static_cast<i32>(Scores::row(half))).from(origin);
-#pragma unroll
-            for (u32 n = 0; n < Scores::kPairs; ++n)
-#pragma unroll
-                for (u32 odd = 0; odd < 2; ++odd) {
-                    const i32 col = static_cast<i32>(8 * n + odd);
-                    if ((kBandLast && col < queries.first) || col >= queries.end)
-                        weights.x[2 * n + half] &= odd == 0 ? 0xffff0000u : 0xffffu;
-                }
-        }
-    }
-
-    /// S becomes P = exp(S - LSE), times the slope of a capped score; P: as dV takes it.
-    template <bool kFused>
-    DEVICE void exponentiate(Scores& S, Weights& P) const {
-        const float to_log2 = score.unit() * kLog2e;
-        const float* lse = shared.lse[ring.at] + S.col(0);
-#pragma unroll
-        for (u32 n = 0; n < S.kPairs; ++n) {
-            const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                float p[2];
-#pragma unroll
-                for (u32 odd = 0; odd < 2; ++odd) {
-                    float& s = S.at(n, half, odd);
-                    const float of = odd == 0 ? row_lse.x : row_lse.y;
-                    p[odd] =
-                        kFused ? exp2_approx(multiply_add(s, to_log2, -of)) : probability<false>(s, score.unit(), of);
-                    s = p[odd] * score.slope(s);
-                }
-                P.x[2 * n + half] = pack<Element>(p[0], p[1]);
-            }
-        }
-    }
 
     /// dP becomes dS = P (dP - delta).
     DEVICE void differentiate(const Scores& S, const Weights& P, Scores& dP) const {
@@ -418,36 +353,14 @@ struct Consumer {
         }
     }
 
-    /// Has rounding made a number infinite? Nearly always one instruction per pair tells that it has not.
-    DEVICE static bool overflown(const Weights& rounded, const Scores& tile) {
-        u32 mark = 0;
-#pragma unroll
-        for (u32 n = 0; n < kBr / 4; ++n)
-            mark = mark_nonfinite(mark, rounded.x[n]);
-        bool found = false;
-        if (mark != 0)
-#pragma unroll
-            for (u32 n = 0; n < kBr / 2; ++n)
-                found |= (rounded.x[n / 2] >> 16 * (n % 2) & 0x7fffu) == 0x7c00u && is_finite(tile.x[n]);
-        return found;
-    }
-
-    /// Hidden elements of Q and dO must not reach dK and dV, but 0 x NaN is NaN: those that are not finite become 0 in
-    /// shared memory, once S and dP are computed. Both consumers.
+    /// Cleans the current tile's Q and dO, once S and dP are computed. Both consumers.
     DEVICE void clean_rows() {
         constexpr u32 kCount = 128 * kConsumers;
         named_sync(kConsumersMeet, kCount);
-        clean(shared.Q[ring.at]);
-        clean(shared.dO[ring.at]);
+        ::clean_rows(shared.Q[ring.at], thread_index(), kCount);
+        ::clean_rows(shared.dO[ring.at], thread_index(), kCount);
         fence_async_shared();
         named_sync(kConsumersMeet, kCount);
-    }
-    template <typename Tile>
-    DEVICE static void clean(Tile& tile) {
-#pragma unroll 1
-        for (u32 n = thread_index(); n < sizeof(tile.data) / sizeof(Element); n += 128 * kConsumers)
-            if (!is_finite(to_float(tile.data[n])))
-                tile.data[n] = from_float<Element>(0.0f);
     }
 
     /// Computes elements of dQ^T in shared memory, where this thread has stored them, once more: over the keys that a
@@ -476,36 +389,18 @@ struct Consumer {
         }
     }
 
-    /// Puts what clean_rows took away into the rows of dK and dV that saw it. A positive weight times something not
-    /// finite is that; dS may be negative or 0, and makes NaN of it.
+    /// Puts what clean_rows took away into the rows of dK and dV that saw it.
     DEVICE void restore_nonfinite(Element* dk, Element* dv) const {
         named_sync(kConsumerMeets + index, 128);  // all rows are stored
         const Element* q = params.q + work->batch * params.q_batch_stride;
         const Element* dout = params.dout + work->batch * params.dout_batch_stride;
 #pragma unroll 1
         for (i32 head = work->kv_head * params.group; head < (work->kv_head + 1) * params.group; ++head) {
-            restore_nonfinite<kHeadDim, true>(dk, params.dk_row_stride, q + head * params.q_head_stride,
-                                              params.q_row_stride);
-            restore_nonfinite<kHeadDimV, false>(dv, params.dv_row_stride, dout + head * params.dout_head_stride,
-                                                params.dout_row_stride);
+            restore_rows<kHeadDim, true>(dk, params.dk_row_stride, q + head * params.q_head_stride, params.q_row_stride,
+                                         band, keys);
+            restore_rows<kHeadDimV, false>(dv, params.dv_row_stride, dout + head * params.dout_head_stride,
+                                           params.dout_row_stride, band, keys);
         }
-    }
-    template <u32 kCols, bool kWeighted>
-    DEVICE void restore_nonfinite(Element* result, i64 result_stride, const Element* matrix, i64 stride) const {
-#pragma unroll 1
-        for (u32 col = thread_index() % 128; col < kCols; col += 128)
-#pragma unroll 1
-            for (i32 query = 0; query < params.seqlen_q; ++query) {
-                const float x = to_float(matrix[query * stride + col]);
-                if (is_finite(x))
-                    continue;
-                const Range seen = band.keys_of(query);
-#pragma unroll 1
-                for (i32 key = larger(keys.first, seen.first); key < smaller(keys.end, seen.end); ++key) {
-                    Element& element = result[(key - keys.first) * result_stride + col];
-                    element = from_float<Element>(to_float(element) + (kWeighted ? not_a_number() : x));
-                }
-            }
     }
 
     DEVICE void run();
@@ -606,17 +501,17 @@ DEVICE void Consumer::compute() {
         if constexpr (kScoreKind != 0)
             S.each([&](float& s) { s = score(s); });
         if (warp_any((rare & kPrecise) != 0))
-            exponentiate<false>(S, P);
+            exponentiate<false>(S, P, score, shared.lse[ring.at]);
         else
-            exponentiate<true>(S, P);
+            exponentiate<true>(S, P, score, shared.lse[ring.at]);
         if (hidden)
-            hide(P, first_query);
+            hide(P, band, keys, first_query);
         wgmma_wait<0>();
         wgmma_settle(dP.x);
         differentiate(S, P, dP);
         dS.round(dP);
         if (hidden)
-            hide(dS, first_query);
+            hide(dS, band, keys, first_query);
         if constexpr (kMayOverflow) {
             shrunk = warp_any(overflown(dS, dP));
             if (shrunk) {
@@ -624,7 +519,7 @@ DEVICE void Consumer::compute() {
                 dK.each([](float& x) { x *= kShrinkFactor; });
                 dS.round(dP);
                 if (hidden)
-                    hide(dS, first_query);
+                    hide(dS, band, keys, first_query);
             }
             if (lane_index() == 0)
                 shared.shrunk[buffer][thread_index() / 32] = shrunk;

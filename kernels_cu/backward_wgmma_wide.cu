@@ -138,12 +138,11 @@ DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared,
     Walk walk(params, work);
 #pragma unroll 1
     for (i32 n = 0; n < work.steps; ++n) {
-        const QueryRows rows(params, work, walk);
+        const QueryRows rows(params, work.batch, walk.head, walk.first_query());
         barrier_wait(shared.Q_empty[ring.at], ring.parity ^ 1);
-        rows.store(shared.lse[ring.at], rows.lse);
-        rows.store(shared.delta[ring.at], rows.delta);
+        rows.store(shared.lse[ring.at], shared.delta[ring.at]);
         if (lane_index() == 0)
-            shared.rare[ring.at] = rows.rare;
+            shared.rare[ring.at] = rows.rare();
         arrive(shared.Q_full[ring.at]);
         ring.advance();
         walk.advance(work.tiles);

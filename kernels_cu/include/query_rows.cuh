@@ -1,8 +1,8 @@
 // LSE and delta of the rows of a query tile, as one warp brings them to the consumers.
 #pragma once
-#include "key_block.cuh"
 #include "platform/thread.cuh"
 #include "probability.cuh"
+#include "tensor_params.cuh"
 #include "traits.cuh"
 
 // What is unusual about the rows of a tile.
@@ -14,34 +14,34 @@ struct QueryRows {
     static constexpr u32 kRows = (kBr + 31) / 32;  // of a lane
 
     float lse[kRows], delta[kRows];
-    u32 rare;
+    bool fused = true, finite = true;
 
-    DEVICE QueryRows(const BackwardTensorParams& params, const Work& work, const Walk& walk) {
-        const i64 head = (static_cast<i64>(work.batch) * params.num_heads + walk.head) * params.seqlen_q;
-        bool fused = true, finite = true;
+    DEVICE QueryRows(const BackwardTensorParams& params, i32 batch, i32 head, i32 first_query) {
+        const i64 row = (static_cast<i64>(batch) * params.num_heads + head) * params.seqlen_q;
 #pragma unroll
         for (u32 m = 0; m < kRows; ++m) {
-            const i32 query = walk.first_query() + static_cast<i32>(32 * m + lane_index());
+            const i32 query = first_query + static_cast<i32>(32 * m + lane_index());
             const bool valid = query < params.seqlen_q && (kBr % 32 == 0 || 32 * m + lane_index() < kBr);
-            lse[m] = valid ? params.lse[head + query] : infinity();
-            delta[m] = valid ? params.delta[head + query] : 0.0f;
+            lse[m] = valid ? params.lse[row + query] : infinity();
+            delta[m] = valid ? params.delta[row + query] : 0.0f;
             finite &= !valid || (is_finite(lse[m]) && is_finite(delta[m]));
             lse[m] = backward_lse(lse[m]);
             fused &= fuses(lse[m]);
         }
         fused = !warp_any(!fused);
         finite = !warp_any(!finite);
-        if (fused)
-#pragma unroll
-            for (u32 m = 0; m < kRows; ++m)
-                lse[m] *= kLog2e;  // as the exponents want it
-        rare = (fused ? 0 : kPrecise) | (finite ? 0 : kNonfinite);
     }
 
-    DEVICE static void store(float* to, const float (&rows)[kRows]) {
+    /// What is unusual about them.
+    DEVICE u32 rare() const { return (fused ? 0 : kPrecise) | (finite ? 0 : kNonfinite); }
+
+    /// LSE as the exponents want it.
+    DEVICE void store(float* lse_to, float* delta_to) const {
 #pragma unroll
         for (u32 m = 0; m < kRows; ++m)
-            if (const u32 row = 32 * m + lane_index(); kBr % 32 == 0 || row < kBr)
-                to[row] = rows[m];
+            if (const u32 row = 32 * m + lane_index(); kBr % 32 == 0 || row < kBr) {
+                lse_to[row] = fused ? lse[m] * kLog2e : lse[m];
+                delta_to[row] = delta[m];
+            }
     }
 };

@@ -31,10 +31,9 @@ DEVICE void hide(Weights& weights, const Band& band, const Range& keys, i32 firs
 
 /// S becomes P = exp(S - LSE), times the slope of a capped score; P: as dV takes it. lse: of the tile's queries.
 /// then(n): what happens as soon as pairs n of both rows are there. It may write to shared memory, which the compiler does not
-/// reorder: LSE is read a few pairs ahead.
-template <bool kFused, typename Then>
+/// reorder: LSE is read kAhead pairs ahead.
+template <bool kFused, u32 kAhead = 2, typename Then>
 DEVICE void exponentiate(Scores& S, Weights& P, const Score& score, const float* lse, Then then) {
-    constexpr u32 kAhead = 2;
     const float to_log2 = score.unit() * kLog2e;
     lse += S.col(0);
     float2 row_lse[Scores::kPairs];
@@ -60,7 +59,7 @@ DEVICE void exponentiate(Scores& S, Weights& P, const Score& score, const float*
 }
 template <bool kFused>
 DEVICE void exponentiate(Scores& S, Weights& P, const Score& score, const float* lse) {
-    exponentiate<kFused>(S, P, score, lse, [](u32) {});
+    exponentiate<kFused, 0>(S, P, score, lse, [](u32) {});
 }
 
 /// Has rounding made a number infinite? Nearly always one instruction per pair tells that it has not.
