@@ -955,8 +955,10 @@ FAULTS = [
     fault(
         "backward wgmma: loads begin their ring anew",
         "backward_wgmma.cu",
-        "        Walk walk(params, work);\n#pragma unroll 1\n        for (i32 n = 0; n < work.steps; ++n) {\n            barrier_wait(shared.empty",
-        "        ring = {};\n        Walk walk(params, work);\n#pragma unroll 1\n        for (i32 n = 0; n < work.steps; ++n) {\n            barrier_wait(shared.empty",
+        "        Walk walk(params, work);\n#pragma unroll 1\n        for (i32 n = 0; n < work.steps; ++n) {\n"
+        "            barrier_wait(shared.empty",
+        "        ring = {};\n        Walk walk(params, work);\n        for (i32 n = 0; n < work.steps; ++n) {\n"
+        "            barrier_wait(shared.empty",
         "the consumers go on where they were",
         "backward hopper, plain, 300x520x1x3x1",
     ),
