@@ -341,7 +341,7 @@ struct Consumer {
 #pragma unroll
         for (u32 n = 0; n < S.kPairs; ++n) {
             const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
-            const bool rounded = 8 * n >= kExactQueries;
+            const bool rounded = 8 * n + 8 > kExactQueries;
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const u32 pair = P.x[2 * n + half];
