@@ -469,6 +469,7 @@ DEVICE void Consumer::compute() {
     auto finish_dQ = [&](DqTile& dQ, i32 query, u32 of, bool wanted, auto proceed) {
         wgmma_settle(dQ.x);
         if (!wanted) {
+            named_sync(kConsumerMeets + index, 128);  // a warp that goes on writes the dS that others still read
             proceed();
             return;
         }

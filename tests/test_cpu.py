@@ -322,7 +322,7 @@ def peak(call):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_linear_in_the_length(dtype):
     """Far below the scores, and in the forward pass independent of the length."""
-    cpu.set_num_threads(2)
+    cpu.set_num_threads(1)  # how many of several hold their tiles at the same time is chance
     forward, backward = [], []
     for S in (1024, 4096):
         q, k, v = inputs(1, S, S, 1, 1, 64, dtype)
