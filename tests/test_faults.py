@@ -1,6 +1,7 @@
 """The emulated suite catches every planted fault of faults.py, and passes where none is planted.
 
-All of them take ten minutes on two cores: a run takes a third, another one each day. ``python tests/faults.py`` takes all.
+All of them take ten minutes on two cores: a run takes a third, another one each day. ``python tests/faults.py`` takes
+all.
 """
 
 import datetime
