@@ -5,8 +5,8 @@
 // group, so that dK and dV are summed over the group in registers. Each of two consumer warpgroups has 64 of the keys.
 // With the keys as rows, P^T and dS^T come out of one product as the operand of the next:
 //   S^T = K Q^T,  P^T = exp(S^T - LSE),  dV += P^T dO,  dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dK += dS^T Q
-// Only dQ += dS K needs the dS of both: it passes through shared memory, and each consumer computes one half of dQ^T,
-// which leaves by way of shared memory for a float32 sum in global memory.
+// Only dQ += dS K needs the dS of both: it passes through shared memory, and each consumer computes one half of dQ, which
+// leaves by way of shared memory for a float32 sum in global memory (dq_halves.cuh).
 //
 // The consumers take turns at the tensor cores. In its turn, one starts dV and dK of tile j, a dQ, and S of tile j + 1;
 // then it exponentiates while the other multiplies. The order of the turns alone makes dS complete for whoever reads it,
@@ -14,7 +14,8 @@
 // Nothing is under way where the loop begins anew, which is what lets the compiler keep the products asynchronous.
 //
 // Blocks stay and take keys after keys: the next ones are loaded while the last gradients are being stored. The producer
-// warpgroup has a thread that loads, a warp that loads LSE and delta, and two that send dQ. The bandwidth of shared memory binds.
+// warpgroup has a thread that loads, a warp that loads LSE and delta, and two that send dQ. The bandwidth of shared memory
+// binds.
 #include "tensor_params.cuh"
 #include "backward_rows.cuh"
 #include "band.cuh"
