@@ -50,7 +50,8 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
             passed_over = dispatch.passed_over(task, config, problem, limits, mappable)
             lines += [("", f"not {family}: {reason}") for family, reason in passed_over.items()]
             if config.family == "wgmma":
-                other = dispatch.choose(task, problem, limits, mappable=False)[0].family
+                apart = dispatch.backward_tasks(problem, limits, mappable=False) if task == "backward" else (task,)
+                other = dispatch.choose(apart[0], problem, limits, mappable=False)[0].family
                 lines.append(("", f"arrays with negative or zero strides, or not aligned to 16 bytes, take {other}"))
         for kernel, blocks in planned.launches:
             lines.append(
