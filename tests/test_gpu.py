@@ -13,7 +13,7 @@ import emulated_cases
 import numpy as np
 import pytest
 from backends import GpuBackend
-from oracles import DTYPES, Answer, assert_close, assert_lse_close, naive_backward, naive_forward
+from oracles import DTYPES, Answer, assert_bitwise, assert_close, assert_lse_close, naive_backward, naive_forward
 
 import cupyflash
 from cupyflash import dispatch, heuristics
@@ -78,6 +78,11 @@ def on_host(B, Sq, Sk, H, Hk, D, dtype="float16", seed=0):
     """(q, k, v, dout)."""
     shapes = (B, Sq, H, D), (B, Sk, Hk, D), (B, Sk, Hk, D), (B, Sq, H, D)
     return [randn(*shape, dtype=dtype, seed=4 * seed + n) for n, shape in enumerate(shapes)]
+
+
+def copies(count, *arrays):
+    """Each with its one batch entry so many times: float64 is asked about one."""
+    return [np.repeat(x, count, axis=0) for x in arrays]
 
 
 def both(q, k, v, dout, deterministic=True, dlse=None, **options):
@@ -425,16 +430,20 @@ def forward_by(family, runtime, q, k, v, **options):
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 7)}, {"causal": True, "softcap": 9.0}])
 def test_more_tiles_than_multiprocessors(hopper, dtype, D, Dv, options):
-    """Two families, and float64."""
-    q, k, _, _ = on_host(2, 1100, 1000, 20, 4, D, dtype)
-    v = randn(2, 1000, 4, Dv, dtype=dtype, seed=9)
+    """Two families, and float64; all copies of a batch entry have the bits of the first."""
+    q, k, _, _ = on_host(1, 1100, 1000, 10, 2, D, dtype)
+    v = randn(1, 1000, 2, Dv, dtype=dtype, seed=9)
     p = Problem.of(q, k, v, **options)
     expected, expected_lse = reference_forward(p, q, k, v)
     naive = naive_forward(p, q, k, v)
+    q, k, v = copies(4, q, k, v)
     for family in ("wgmma", "mma"):
         out, lse = forward_by(family, hopper, q, k, v, **options)
-        assert_close(out, expected, naive, what=f"out by {family}")
-        assert_lse_close(lse, expected_lse)
+        for n in range(4):
+            assert_bitwise(out[n], out[0])
+            assert_bitwise(lse[n], lse[0])
+        assert_close(out[:1], expected, naive, what=f"out by {family}")
+        assert_lse_close(lse[:1], expected_lse)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
@@ -529,16 +538,20 @@ def test_hoppers_backward_is_right(on_hopper, case):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 7)}, {"causal": True, "softcap": 9.0}])
 def test_hoppers_backward_with_many_tiles(on_hopper, dtype, D, Dv, config, options):
     """More blocks than multiprocessors, all adding to dQ; with a cap, tiles that have registers left for it."""
-    q, k, _, _ = on_host(2, 1100, 1000, 20, 4, D, dtype)
-    v, dout = randn(2, 1000, 4, Dv, dtype=dtype, seed=9), randn(2, 1100, 20, Dv, dtype=dtype, seed=10)
-    p = Problem.of(q, k, v, **options)
+    q, k, _, _ = on_host(1, 1100, 1000, 5, 1, D, dtype)
+    v, dout = randn(1, 1000, 1, Dv, dtype=dtype, seed=9), randn(1, 1100, 5, Dv, dtype=dtype, seed=10)
+    many = copies(20, q, k, v, dout)
+    small, p = (Problem.of(*arrays, **options) for arrays in ((q, k, v), many[:3]))
     if p.softcap:
         config = dataclasses.replace(config, Br=64, values_in_registers=False)
     backend = GpuBackend({"backward": config})
-    results = backend.forward(p, q, k, v)
-    for dlse in (None, randn(*results[1].shape, dtype="float32", seed=11)):
-        answer = Answer.of(p, q, k, v, dout, dlse)
-        answer.assert_gradients_close(backend.backward(p, dout, q, k, v, *results, dlse))
+    results = backend.forward(p, *many[:3])
+    for dlse in (None, randn(1, 5, 1100, dtype="float32", seed=11)):
+        answer = Answer.of(small, q, k, v, dout, dlse)
+        given = None if dlse is None else copies(20, dlse)[0]
+        gradients = backend.backward(p, many[3], *many[:3], *results, given)
+        for n in range(20):
+            answer.assert_gradients_close([x[n : n + 1] for x in gradients])
 
 
 # ---- sizes and addresses

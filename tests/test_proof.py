@@ -4,13 +4,15 @@ import pytest
 from fake_bench import CASES
 from scripted_runtime import FAULTS, ONLY_BACKWARD, ScriptedRuntime
 
+from cupyflash.dispatch import plan_backward, plan_forward
 from cupyflash.resources import KNOWN_GPUS, why_illegal
 from cupyflash.runtime import emulated
 from cupyflash.runtime.host import HostRuntime
 from cupyflash.tiles import TileConfig
 from cupyflash.tuning.passes import HostMemory
-from cupyflash.tuning.proof import ProofCase, Prover, Wrong
-from cupyflash.tuning.tasks import Size, TuningTask
+from cupyflash.tuning.proof import CASES as ALL_CASES
+from cupyflash.tuning.proof import ProofCase, Prover, Wrong, problem_of
+from cupyflash.tuning.tasks import Size, TuningTask, default_tasks
 
 MMA = {
     "forward": TileConfig("mma", 64, 32, 4),
@@ -80,3 +82,17 @@ def test_reduced_space_is_proven_on_the_emulated_device(task, dtype, config):
     runtime = HostRuntime()
     assert why_illegal(task, config, tuning_task.problem(Size(64, 1)), runtime.limits()) is None
     Prover(runtime, HostMemory()).prove(tuning_task, config, cases=SMALL)
+
+
+@pytest.mark.parametrize("task", default_tasks("full"), ids=lambda task: task.name)
+def test_the_proof_launches_what_is_measured(task):
+    """What only the proof launched would be compiled while the GPU waits, and what is measured would not be proven."""
+    plan = plan_forward if task.task == "forward" else plan_backward
+
+    def kernels(problem):
+        return {kernel for kernel, _ in plan(problem, 16, KNOWN_GPUS["H200"]).launches}
+
+    for changes in ({}, *task.siblings()):
+        measured = kernels(task.problem(Size(128, 1), **changes))
+        for case in ALL_CASES:
+            assert kernels(problem_of(task, case, changes)) == measured, case

@@ -24,6 +24,9 @@ from .tasks import TuningTask
 
 _IDENTITY = ("limits", "kernels", "nvrtc", "regime", "effort", "seed")  # what samples depend on
 _SEARCH_SHARE = 0.7  # of a task's time; the race has the rest
+_LEAST_SECONDS = (
+    8.0  # for a task, by itself: with less than it takes to compile and race anything none would have results
+)
 
 
 class ResumeError(ValueError):
@@ -103,11 +106,15 @@ class Session:
         return any(e["kind"] == "finished" and e["task"] == task.name for e in events)
 
     def share(self, workers: int, depth: int) -> Share:
-        """The time for a task that begins now, of ``depth`` at once on each worker."""
+        """The time for a task that begins now, of ``depth`` at once on each worker.
+
+        Where there is little for all, the first have enough, and the last are not reached.
+        """
         if self._deadline == float("inf"):
             return Share()
         now = time.monotonic()
         seconds = (self._deadline - now) * workers * depth / max(self._unfinished, workers * depth)
+        seconds = max(seconds, depth * _LEAST_SECONDS)
         return Share(now + _SEARCH_SHARE * seconds, min(self._deadline, now + seconds))
 
     def is_over(self) -> bool:

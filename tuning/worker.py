@@ -21,6 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
 from .bench import Bench, Rejected
 from .tasks import TuningTask
 
@@ -42,6 +44,7 @@ def main(arguments: list[str]) -> None:
     module, _, name = factory.partition(":")
     try:
         bench = getattr(importlib.import_module(module), name)(**options)
+        threadpool_limits(1)  # of BLAS, for the proof: the cores are busy compiling
         connection.send(("ok", bench.identity()))
     except Exception as error:
         connection.send(("broken", "start", _describe(error)))
