@@ -50,6 +50,7 @@ class Kernel:
     threads: int
     shared_bytes: int
     target: str = ""  # of the compiler, where the GPU's own name is not enough
+    cooperative: bool = False  # its blocks wait for one another: all of them must run at once, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +209,11 @@ def plan_backward(
             shared_bytes=0 if wide else resources.dq_floats(config, problem) * problem.itemsize,
         )
         persistent = wgmma and not wide
+        # Deterministic sums without a mask: see Party in kernels_cu/include/dq_halves.cuh.
+        together = replace(main, cooperative=persistent and problem.deterministic and not problem.is_masked)
         launches = (
             (rows, query_blocks),
-            (main, min(key_blocks, limits.sm_count) if persistent else key_blocks),
+            (together, min(key_blocks, limits.sm_count) if persistent else key_blocks),
             (last, query_blocks),
         )
         counters = query_blocks + 1 if persistent else 0  # kernels_cu/include/dq_halves.cuh

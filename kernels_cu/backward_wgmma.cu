@@ -57,7 +57,8 @@ struct alignas(16) Work {
     i32 index, batch, kv_head;
     i32 first_key;  // of kBc, some of which may lie beyond the last
     Range tiles;    // of every query head of the group
-    i32 steps;      // tiles of all of them
+    i32 start;      // of these the first to be walked over
+    i32 steps;      // tiles of all heads
 };
 constexpr u32 kSlots = 2;    // works announced ahead
 constexpr u32 kSenders = 2;  // warps that send dQ
@@ -117,17 +118,17 @@ struct Works {
     }
 };
 
-/// Where a warp is in its walk over the query tiles of a work: from the last one on, so that with an upper bound of the band,
-/// too, the first keys, which come first to a sum of dQ, need not be waited for.
+/// Where a warp is in its walk over the query tiles of a work: downwards, by default from the last one on, so that with an
+/// upper bound of the band, too, the first keys, which come first to a sum of dQ, need not be waited for.
 struct Walk {
     i32 head, tile;
 
     DEVICE Walk(const BackwardTensorParams& params, const Work& work)
-        : head(work.kv_head * params.group), tile(work.tiles.end - 1) {}
+        : head(work.kv_head * params.group), tile(work.start) {}
 
-    DEVICE void advance(const Range& tiles) {
-        head += tile == tiles.first;
-        tile = (tile == tiles.first ? tiles.end : tile) - 1;
+    DEVICE void advance(const Work& work) {
+        tile = (tile == work.tiles.first ? work.tiles.end : tile) - 1;
+        head += tile == work.start;
     }
     DEVICE i32 first_query() const { return tile * static_cast<i32>(kBr); }
 };
@@ -157,8 +158,13 @@ struct Producer {
         const TileWork at =
             tile_work_at(index, params.seqlen_k, kBc, params.batch * params.num_kv_heads, params.section, false);
         const Range tiles = Band::of(params).query_tiles(at.rows);
-        return {index, at.batch_head / params.num_kv_heads,     at.batch_head % params.num_kv_heads, at.rows.first,
-                tiles, (tiles.end - tiles.first) * params.group};
+        i32 start = tiles.end - 1;
+        if constexpr (kSpread)
+            start = static_cast<i32>(
+                Party::of(params, at.rows.first / static_cast<i32>(kBc)).start(static_cast<u32>(tiles.end)));
+        return {
+            index, at.batch_head / params.num_kv_heads,     at.batch_head % params.num_kv_heads, at.rows.first, tiles,
+            start, (tiles.end - tiles.first) * params.group};
     }
 
     template <typename Tile>
@@ -186,25 +192,30 @@ struct Producer {
                 keys.advance();
             }
             ring.advance();
-            walk.advance(work.tiles);
+            walk.advance(work);
         }
     }
 
     /// Whoever is free takes the next keys, as late as their loads can begin. No block has keys before it runs: others may
-    /// wait for what becomes of them.
+    /// wait for what becomes of them. Those that wait for one another (Party) are dealt out, or a block might take two.
+    DEVICE i32 first_work() { return kSpread ? static_cast<i32>(block_index()) : take(); }
+    DEVICE i32 work_after(i32 index) { return kSpread ? index + static_cast<i32>(grid_size()) : take(); }
     DEVICE i32 take() { return static_cast<i32>(atomic_add(work_counter(params), 1)); }
 
+    DEVICE i32 works() const {
+        const i32 seqlen_k = static_cast<i32>(opaque(static_cast<u32>(params.seqlen_k)));
+        return (seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc) * params.batch * params.num_kv_heads;
+    }
+
     DEVICE void run() {
-        const i32 key_tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
-        const i32 works = key_tiles * params.batch * params.num_kv_heads;
         tensor_map_prefetch(params.q_map);
         tensor_map_prefetch(params.k_map);
         tensor_map_prefetch(params.v_map);
         tensor_map_prefetch(params.dout_map);
 #pragma unroll 1
-        for (i32 index = take(); index < works; index = take())
+        for (i32 index = first_work(); index < works(); index = work_after(index))
             stream(announce(work_at(index)));
-        announce({-1, 0, 0, 0, {0, 0}, 0});
+        announce({-1, 0, 0, 0, {0, 0}, 0, 0});
     }
 };
 
@@ -229,7 +240,7 @@ DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared)
             if (lane_index() == 0)
                 barrier_arrive(shared.Q_full[ring.at]);
             ring.advance();
-            walk.advance(work.tiles);
+            walk.advance(work);
         }
         works.release();
     }
@@ -238,8 +249,8 @@ DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared)
 /// One warp: adds the consumers' halves of dQ to their sums.
 ///
 /// Of all that is added to a sum, the first stores, if nobody has cleared it. The others wait for that or, deterministic, each
-/// for the one before. Those before have keys that were taken up before these, so that somebody always goes on. Two warps
-/// take every other tile: an addition takes longer than one.
+/// for the one before. Those before have keys that were taken up before these, or are worked on at the same time (Party), so
+/// that somebody always goes on. Two warps take every other tile: an addition takes longer than one.
 struct Sender {
     const BackwardTensorParams& params;
     SharedStorage& shared;
@@ -258,8 +269,10 @@ struct Sender {
     /// The halves of one tile, in the order of the turns.
     DEVICE void send(const Work& work, const Walk& walk) {
         const u32 tile = dq_tile(params, work.batch, walk.head, walk.tile);
-        const u32 before = static_cast<u32>(work.first_key / static_cast<i32>(kBc) -
-                                            Band::of(params).key_tiles(dq_queries(params, walk.tile)).first);
+        const i32 key_tile = work.first_key / static_cast<i32>(kBc);
+        u32 before = static_cast<u32>(key_tile - Band::of(params).key_tiles(dq_queries(params, walk.tile)).first);
+        if constexpr (kSpread)
+            before = Party::of(params, key_tile).before(static_cast<u32>(walk.tile), static_cast<u32>(work.tiles.end));
 #pragma unroll 1
         for (u32 half = kConsumers; half-- > 0;) {
             named_sync(kDqFull + kConsumers * number + half, kDqThreads);
@@ -292,7 +305,7 @@ struct Sender {
                 break;
             Walk walk(params, work);
 #pragma unroll 1
-            for (i32 n = 0; n < work.steps; ++n, walk.advance(work.tiles))
+            for (i32 n = 0; n < work.steps; ++n, walk.advance(work))
                 if (static_cast<u32>(n) % kSenders == number)
                     send(work, walk);
             works.release();
@@ -414,7 +427,7 @@ DEVICE void Consumer::compute() {
     SumsV dV;
     Weights P, dS;  // of the current tile, as operands
     WarpgroupOperand<Element, kDv> V;
-    i32 first_query = (tiles.end - 1) * static_cast<i32>(kBr), query_before = first_query;
+    i32 first_query = same(work->start) * static_cast<i32>(kBr), query_before = first_query;
     bool shrunk = false;  // this warp's dS of the current tile
     bool cleaned = false;
     dK.clear();

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import itertools
 import threading
 import types
 
@@ -517,6 +518,14 @@ def test_blocks_stay_in_the_backward_too(hopper):
         backward(Engine(hopper), *arrays(B=1, Sk=200, H=heads, Hk=heads))  # two tiles of 128 keys
         (main, grid) = hopper.loads[-2]
         assert (main.name, grid) == ("backward_wgmma", expected)
+
+
+@pytest.mark.parametrize(("deterministic", "causal"), itertools.product([False, True], repeat=2))
+def test_only_blocks_that_wait_for_later_ones_are_launched_together(deterministic, causal):
+    q, k, v, _ = arrays(D=64)
+    plan = dispatch.plan_backward(Problem.of(q, k, v, deterministic=deterministic, causal=causal), 16, HOPPER)
+    together = {kernel.name for kernel, _ in plan.launches if kernel.cooperative}
+    assert together == ({"backward_wgmma"} if deterministic and not causal else set())
 
 
 def test_maps_are_kept_by_addresses(hopper, monkeypatch):

@@ -315,6 +315,24 @@ def test_deterministic_and_summed_gradients_agree():
     assert_right(fixed, host, causal=True)
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_blocks_that_wait_for_one_another_share_the_gpu(D):
+    """Deterministic backwards on several streams at once: each runs as a whole, or a block would wait for one without room."""
+    host = on_host(2, 1100, 1500, 20, 4, D)
+    arrays = [to_gpu(x) for x in host]
+    expected = both(*arrays)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with stream:
+                results.append(both(*arrays))
+    cupy.cuda.Device().synchronize()
+    for result in results:
+        assert_same_bits(result, expected)
+
+
 # ---- streams, threads, graphs
 
 

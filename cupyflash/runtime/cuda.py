@@ -59,11 +59,16 @@ class CudaRuntime:
         loaded, threads, shared_bytes = raw.kernel, kernel.threads, kernel.shared_bytes
         function = loaded.ptr
         # The driver's own call: what CuPy's kernel object does before it costs as much as the launch.
-        launch_kernel = cupy.cuda.driver.launchKernel
+        launch_kernel, launch_together = cupy.cuda.driver.launchKernel, cupy.cuda.driver.launchCooperativeKernel
 
         def launch(params: ParamBlock, stream: int) -> None:
             launch_kernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, params.kernel_params, 0)
 
+        def launch_cooperative(params: ParamBlock, stream: int) -> None:
+            launch_together(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, params.kernel_params)
+
+        if kernel.cooperative:
+            launch = launch_cooperative
         launch.loaded = loaded  # type: ignore[attr-defined]  # its module stays while somebody can launch it
         return launch
 

@@ -51,6 +51,9 @@ class HostRuntime:
     def load(self, kernel: Kernel, grid: int) -> Callable[[ParamBlock, int], None]:
         source = flatten(kernel.file, "emulated", self.sources)
         library = emulated.build(source, dict(kernel.defines), sanitize=self.sanitize)
+        options = self.options or {}
+        if kernel.cooperative:
+            options = {**options, "workers": grid}
 
         def launch(params: ParamBlock, stream: int) -> None:
             emulated.launch(
@@ -60,7 +63,7 @@ class HostRuntime:
                 params.tobytes(),
                 threads=kernel.threads,
                 shared_bytes=kernel.shared_bytes,
-                **(self.options or {}),
+                **options,
             )
 
         return launch

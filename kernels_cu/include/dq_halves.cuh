@@ -8,7 +8,7 @@
 #include "warpgroup_tile.cuh"
 
 constexpr u32 kConsumers = 2;                      // warpgroups
-constexpr bool kDeterministic = CF_DETERMINISTIC;  // dQ is summed in the order of the keys
+constexpr bool kDeterministic = CF_DETERMINISTIC;  // what is added to dQ has a fixed order
 // What comes first to a sum is stored instead of added; else all sums are cleared before.
 constexpr bool kFirstStores = CF_FIRST_STORES || kDeterministic;
 // With two panels of 64 head dims each warpgroup has one, and all queries; with a single panel each has half of the queries.
@@ -47,6 +47,36 @@ template <typename Params>
 DEVICE u32* work_counter(const Params& params) {
     return dq_progress(params, dq_tile(params, params.batch, 0, 0));
 }
+
+// Deterministic sums without a mask: if all blocks of a head began with the same query tile, each would wait for the one
+// before at every tile, 2 to 4 us for an addition. So they begin at tiles of their own, evenly apart, and come to no tile at
+// once. Then they wait for others that began later, so that all blocks of the launch must run at once (a cooperative one).
+constexpr bool kSpread = kDeterministic && !kBand;
+
+/// The key tiles of one head that are worked on at once, and which of them one is.
+struct Party {
+    // So few that their number times that of query tiles, for whose sums there is memory, fits 32 bits.
+    static constexpr i32 kMost = 128;
+    u32 first, size, place;
+
+    template <typename Params>
+    DEVICE static Party of(const Params& params, i32 key_tile) {
+        const i32 key_tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
+        const i32 most = smaller(smaller(key_tiles, kMost), static_cast<i32>(grid_size()));
+        const i32 first = key_tile / most * most;
+        return {static_cast<u32>(first), static_cast<u32>(smaller(most, key_tiles - first)),
+                static_cast<u32>(key_tile - first)};
+    }
+
+    /// The query tile with which it begins; it goes on downwards, and from 0 to the last.
+    DEVICE u32 start(u32 query_tiles) const { return place * query_tiles / size; }
+
+    /// How many key tiles come to a query tile before it: earlier parties, and of this one those that begin nearer above it.
+    DEVICE u32 before(u32 query_tile, u32 query_tiles) const {
+        const u32 below = query_tile == 0 ? 0 : (query_tile * size - 1) / query_tiles + 1;  // begin below it, of size
+        return first + (place < below ? place + size : place) - below;
+    }
+};
 
 /// The queries of a tile; none lie beyond the last.
 template <typename Params>
