@@ -317,7 +317,7 @@ def test_deterministic_and_summed_gradients_agree():
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_blocks_that_wait_for_one_another_share_the_gpu(D):
-    """Deterministic backwards on several streams at once: each runs as a whole, or a block would wait for one without room."""
+    """Deterministic backwards on several streams: each runs as a whole, or a block would wait for one without room."""
     host = on_host(2, 1100, 1500, 20, 4, D)
     arrays = [to_gpu(x) for x in host]
     expected = both(*arrays)
