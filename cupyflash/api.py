@@ -126,7 +126,8 @@ def attention(
         return_lse: also return the log of the softmax denominators.
         out: array of the shape and dtype of the result to write to; may be strided, may not overlap q, k or v.
         deterministic: gradients equal in every bit from run to run; the forward pass always is.
-        precision: of float32 products on the GPU, "ieee" (default) or "tf32" (10-bit mantissas, faster).
+        precision: of float32 products on the GPU, "ieee" (default; on tensor cores by products of parts) or "tf32"
+            (10-bit mantissas, faster).
         device: None computes where the arrays are. "cuda" sends NumPy arrays to the current GPU and back. "emulated"
             runs the CUDA kernels on the CPU, thread by thread, for learning and debugging: NumPy arrays only, thousands
             of times slower than a GPU, needs g++.

@@ -268,6 +268,8 @@ def defines_of(
         "CF_BAND_LAST": int(problem.band.last is not None),
         "CF_SCORE": 2 if problem.softcap else (0 if problem.scale > 0 else 1),
     }
+    if config.family == "mma":
+        defines["CF_SPLIT"] = int(problem.dtype == "float32" and problem.precision == "ieee")
     if config.family == "wgmma":
         defines |= {
             "CF_SHARED_BASE": resources.SHARED_BASE,

@@ -215,8 +215,6 @@ def _why_not_mma(problem: Problem, limits: Limits) -> str | None:
         return f"tensor-core kernels need sm_75; {limits.name} is sm_{limits.arch}"
     if problem.dtype == "bfloat16" and limits.arch < 80:
         return f"bfloat16 on tensor cores needs sm_80; {limits.name} is sm_{limits.arch} (use float16)"
-    if problem.dtype == "float32" and problem.precision != "tf32":
-        return 'tensor cores have no exact float32; precision="tf32" allows them'
     if problem.dtype == "float32" and limits.arch < 80:
         return f"TF32 needs sm_80; {limits.name} is sm_{limits.arch}"
     return None

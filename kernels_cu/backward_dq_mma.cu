@@ -47,7 +47,9 @@ DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const
             }
 }
 
-/// dQ of one block's rows. careful: hidden non-finite values of K are kept out. Returns whether dQ is finite.
+/// dQ of one block's rows. kPlain: by products that take every float32; careful: hidden non-finite values of K are kept out.
+/// Returns whether dQ is finite.
+template <bool kPlain>
 DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const QueryWork work(params);
@@ -88,7 +90,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         }
     fused = !warp_any(!fused);
 
-    Accumulator<kM, kD / 8> dQ;
+    SumTile<Element, kM, kD / 8> dQ;
     dQ.clear();
     u32 stage = 0;
 #pragma unroll 1
@@ -102,8 +104,10 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         ScoreTile S, dP;
         S.clear();
         dP.clear();
-        warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.Q, warp_row), ColumnMajorB(shared.K[stage], 0));
-        warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.dO, warp_row), ColumnMajorB(shared.V[stage], 0));
+        warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.Q, warp_row),
+                                                         ColumnMajorB(shared.K[stage], 0));
+        warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.dO, warp_row),
+                                                          ColumnMajorB(shared.V[stage], 0));
         if (fused)
             differentiate<true>(S, dP, score, lse, delta);
         else
@@ -140,8 +144,8 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
                 dQ.multiply(kShrinkFactor);
             }
         }
-        warp_gemm<Element, kBc / kStepK<Element>>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
-                                                  RowMajorB<Element, true, 1, kBc, kD>(shared.K[stage], 0));
+        warp_gemm<Element, kBc / kStepK<Element>, kPlain>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
+                                                          RowMajorB<Element, true, 1, kBc, kD>(shared.K[stage], 0));
         if (shrink)
             dQ.multiply(1.0f / kShrinkFactor);
         if (kStages == 1 && j > tiles.first) {
@@ -153,7 +157,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     copy_async_wait<0>();
     block_sync();  // nobody reads the tiles any more: dQ leaves through their space
     dQ.multiply(params.scale);
-    const bool finite = !kBand || !block_any(!dQ.all_finite());
+    const bool finite = !(kBand || kSplit) || !block_any(!dQ.all_finite());
     store_accumulator(shared.dQ, dQ, warp_row, 0);
     if (kBand && careful)
         restore_nonfinite<kHeadDim, true>(shared.dQ, k, params.k_row_stride, {0, params.seqlen_k},
@@ -165,11 +169,19 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_dq_mma(PARAMS(BackwardParams) params) {
-    // As in the forward: a result that is not finite may be the fault of hidden data, and is computed once more with care.
+    // As in the forward: a result that is not finite may be the fault of hidden data, or of a float32 that cannot be split, and
+    // is computed once more with care.
+    if constexpr (kSplit) {
+        if (!differentiate_rows<false>(params, false)) {
+            block_sync();  // the first run still reads shared memory
+            differentiate_rows<true>(params, true);
+        }
+        return;
+    }
     bool careful = false;
 #pragma unroll 1
-    while (!differentiate_rows(params, careful) && !careful) {
+    while (!differentiate_rows<false>(params, careful) && !careful) {
         careful = true;
-        block_sync();  // the first run still reads shared memory
+        block_sync();
     }
 }

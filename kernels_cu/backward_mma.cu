@@ -30,7 +30,7 @@ constexpr bool kInRegisters = kWarpsScoreQ == 1 && kWarpsGradD == 1;
 constexpr bool kDqFirst = CF_DQ_FIRST;  // dQ before dK and dV
 // Whole tiles get a loop body without tests. Worth it at large head dims, +3% at 256 on an H200; below, and with few warps,
 // the second body costs more in registers than the tests cost in time.
-constexpr bool kPeel = kD > 128 && kWarps >= 8;
+constexpr bool kPeel = kD > 128 && kWarps >= 8 && !kSplit;
 constexpr bool kSumDq = CF_SUM_DQ;  // false: backward_dq_mma computes dQ, in a fixed order
 
 constexpr u32 kScoreM = kBc / (16 * kWarpsScoreK), kScoreN = kBr / (8 * kWarpsScoreQ);
@@ -168,7 +168,10 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     const Score score = Score::of(params);
     const Range tiles = band.query_tiles(work.keys);
 
-    const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
+    auto load_K = [&](const Work& of) {
+        const Element* k = params.k + of.batch * params.k_batch_stride + of.kv_head * params.k_head_stride;
+        load_tile<kHeadDim>(shared.K, k, params.k_row_stride, of.keys.first, params.seqlen_k);
+    };
     const Element* v = params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride;
     const Element* q = params.q + work.batch * params.q_batch_stride;
     const Element* dout = params.dout + work.batch * params.dout_batch_stride;
@@ -193,11 +196,11 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     const u32 grad_key = warp / kWarpsGradD * (16 * kGradM);
     const u32 grad_col = warp % kWarpsGradD * 16;
 
-    Accumulator<kGradM, kGradN, kWarpsGradD> dK;
-    Accumulator<kGradM, kGradNV, kWarpsGradD> dV;
+    SumTile<Element, kGradM, kGradN, kWarpsGradD> dK;
+    SumTile<Element, kGradM, kGradNV, kWarpsGradD> dV;
     dK.clear();
     dV.clear();
-    load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+    load_K(work);
     load_tile<kHeadDimV>(shared.V, v, params.v_row_stride, work.keys.first, params.seqlen_k);
     i32 head = work.kv_head * params.group, tile = tiles.first;
     const i32 end_head = tiles.empty() ? head : head + params.group;
@@ -234,14 +237,18 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             const Range score_queries = queries.part(opaque(score_query), 8 * kScoreN),
                         score_keys = keys.part(opaque(score_key), 16 * kScoreM);
             ScoreTile S, dP;
-            S.clear();
-            dP.clear();
-            bool hidden_nonfinite = false, too_large = false;
-            if (!kBoundary || band.any_visible(score_queries, score_keys)) {
-                warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.K, score_key),
-                                                         ColumnMajorB(shared.Q[stage], score_query));
-                warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.V, score_key),
-                                                          ColumnMajorB(shared.dO[stage], score_query));
+            bool hidden_nonfinite = false, too_large = false, unsplittable = false;
+            auto compute_P_dS = [&](auto plain) {
+                constexpr bool kPlain = decltype(plain)::value;
+                S.clear();
+                dP.clear();
+                // Of split float32 also pairs that do not see each other are looked at.
+                if (kBoundary && !kSplit && !band.any_visible(score_queries, score_keys))
+                    return;
+                warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.K, score_key),
+                                                                 ColumnMajorB(shared.Q[stage], score_query));
+                warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.V, score_key),
+                                                                  ColumnMajorB(shared.dO[stage], score_query));
                 const float* lse = shared.lse[stage] + score_query;
                 const float* delta = shared.delta[stage] + score_query;
                 bool fused = true;
@@ -252,11 +259,14 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                     differentiate<false>(S, dP, score, lse, delta);
                 else
                     differentiate<true>(S, dP, score, lse, delta);
+                if constexpr (kSplit && !kPlain)
+                    unsplittable = !dP.all_finite();
                 if (kBoundary && (!band.all_visible(score_queries, score_keys) || score_queries.end > params.seqlen_q))
                     hide(S, dP, band, score_queries.first, score_keys.first);
                 if constexpr (kMayOverflow)
                     dP.each([&](float& ds) { too_large |= overflows(ds); });
-            }
+            };
+            compute_P_dS(Constant<false>());
             const bool masked = kBand && kBoundary && (kPeel || !band.all_visible(queries, keys));
             if (masked) {  // a query with NaN or infinity in its q or dO has such an LSE or delta
                 for (u32 n = thread_index(); n < kBr; n += kThreads)
@@ -264,16 +274,27 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                 hidden_nonfinite |= shared.key_nonfinite;
             }
 
-            if constexpr (!kInRegisters)
-                store_accumulator(shared_P, S, score_key, score_query);
-            if constexpr (kSumDq || !kInRegisters)
-                store_accumulator(shared_dS, dP, score_key, score_query);
-            bool careful = false, shrink = false;
-            if (kMayOverflow || masked) {
+            auto share_P_dS = [&] {
+                if constexpr (!kInRegisters)
+                    store_accumulator(shared_P, S, score_key, score_query);
+                if constexpr (kSumDq || !kInRegisters)
+                    store_accumulator(shared_dS, dP, score_key, score_query);
+            };
+            share_P_dS();
+            bool careful = false, shrink = false, plain = false;
+            if (kMayOverflow || kSplit || masked) {
                 // P and dS are complete behind the barrier, and rare trouble is known to all.
-                if (block_any(hidden_nonfinite || too_large)) {
+                if (block_any(hidden_nonfinite || too_large || unsplittable)) {
+                    if constexpr (kSplit) {
+                        plain = block_any(unsplittable);
+                        if (plain) {
+                            compute_P_dS(Constant<true>());
+                            share_P_dS();
+                            block_sync();
+                        }
+                    }
                     careful = block_any(hidden_nonfinite);
-                    shrink = block_any(too_large);
+                    shrink = kMayOverflow && block_any(too_large);
                     if (shrink) {
                         dP.multiply(kShrinkFactor);
                         dK.multiply(kShrinkFactor);
@@ -291,43 +312,55 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                 block_sync();  // P and dS are complete
             }
 
-            auto accumulate_dK_dV = [&] {
+            auto accumulate_dK_dV = [&](auto plain_products) {
+                constexpr bool kPlain = decltype(plain_products)::value;
                 const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.dO[stage], grad_col);
                 const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.Q[stage], grad_col);
                 if (!kBoundary || band.any_visible(queries, keys.part(opaque(grad_key), 16 * kGradM))) {
                     if constexpr (kInRegisters) {
-                        warp_gemm<Element, kBr / kStepK<Element>>(dV, RegisterA<Element, kScoreM, kScoreN>(S), dO_rows);
-                        warp_gemm<Element, kBr / kStepK<Element>>(dK, RegisterA<Element, kScoreM, kScoreN>(dP), Q_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dV, RegisterA<Element, kScoreM, kScoreN>(S),
+                                                                          dO_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dK, RegisterA<Element, kScoreM, kScoreN>(dP),
+                                                                          Q_rows);
                     } else {
-                        warp_gemm<Element, kBr / kStepK<Element>>(dV, RowMajorA(shared_P, grad_key), dO_rows);
-                        warp_gemm<Element, kBr / kStepK<Element>>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dV, RowMajorA(shared_P, grad_key), dO_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
                     }
                 }
                 if (shrink)
                     dK.multiply(1.0f / kShrinkFactor);
             };
-            auto reduce_dQ = [&] {
+            auto reduce_dQ = [&](auto plain_products) {
+                constexpr bool kPlain = decltype(plain_products)::value;
                 if (kBoundary && !band.any_visible(queries.part(opaque(dq_first_row()), 16 * kDqM), keys))
                     return;
                 DqTile dQ;
                 dQ.clear();
-                warp_gemm<Element, kBc / kStepK<Element>>(
+                warp_gemm<Element, kBc / kStepK<Element>, kPlain>(
                     dQ, TransposedA(shared_dS, dq_first_row()),
                     RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.K, dq_first_col()));
                 if (shrink)
                     dQ.multiply(1.0f / kShrinkFactor);
-                add_to_dq_sum(dq_sum_tile(params, work.batch, head, tile), dQ);
+                const i32 batch = kSplit ? static_cast<i32>(opaque(work.batch)) : work.batch;  // a register less
+                add_to_dq_sum(dq_sum_tile(params, batch, head, tile), dQ);
             };
             // The reductions of dQ drain under whatever follows them.
-            if constexpr (kSumDq && kDqFirst)
-                reduce_dQ();
-            accumulate_dK_dV();
-            if constexpr (kSumDq && !kDqFirst)
-                reduce_dQ();
+            auto accumulate = [&](auto plain_products) {
+                if constexpr (kSumDq && kDqFirst)
+                    reduce_dQ(plain_products);
+                accumulate_dK_dV(plain_products);
+                if constexpr (kSumDq && !kDqFirst)
+                    reduce_dQ(plain_products);
+            };
+            if (!plain) {
+                accumulate(Constant<false>());
+            } else {
+                accumulate(Constant<kSplit>());
+            }
             if (kBand && kBoundary && careful) {
                 shared.cleaned = true;
                 block_sync();  // K, cleaned above, is read no more: fetch it as it was
-                load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+                load_K(kSplit ? shared.work : work);
                 copy_async_commit();
             }
         };
@@ -346,8 +379,10 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     copy_async_wait<0>();
     block_sync();  // nobody reads the tiles any more: dK and dV leave through their space
     dK.multiply(params.scale);
-    store_accumulator(shared.dK, dK, grad_key, grad_col);
-    store_accumulator(shared.dV, dV, grad_key, grad_col);
+    // Found anew: registers are short in the loop.
+    const u32 own = warp_index(), own_key = own / kWarpsGradD * (16 * kGradM), own_col = own % kWarpsGradD * 16;
+    store_accumulator(shared.dK, dK, own_key, own_col);
+    store_accumulator(shared.dV, dV, own_key, own_col);
     block_sync();
     const Work at = shared.work;
     if (kBand && shared.cleaned)

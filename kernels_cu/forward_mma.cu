@@ -52,7 +52,8 @@ DEVICE void mask_scores(Accumulator<kM, kBc / 8>& S, const Band& band, i32 first
         }
 }
 
-/// Attention of one block's rows. Returns whether out is finite.
+/// Attention of one block's rows. kPlain: by products that take every float32. Returns whether out is finite.
+template <bool kPlain>
 DEVICE bool attend(const ForwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const QueryWork work(params);
@@ -79,8 +80,8 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     const ColumnMajorB<Element, kBc, kD> K_transposed(shared.K, 0);
     const RowMajorB<Element, true, 1, kBc, kDv> V(shared.V, 0);
 
-    SoftmaxState<kM> state(score.unit());
-    Accumulator<kM, kDv / 8> O;
+    SoftmaxState<kM, 2, !kSplit> state(score.unit());
+    SumTile<Element, kM, kDv / 8> O;
     O.clear();
     load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
                         params.q_row_stride, work.queries.first, params.seqlen_q);
@@ -100,7 +101,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         Accumulator<kM, kBc / 8> S;
         if (sees) {
             S.clear();
-            warp_gemm<Element, kD / kStepK<Element>>(S, Q, K_transposed);  // S = Q K_j^T
+            warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, Q, K_transposed);  // S = Q K_j^T
             if constexpr (kScoreKind != 0)
                 S.each([&](float& s) { s = score(s); });
             if (!band.all_visible(rows, keys))
@@ -115,7 +116,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
             clear_nonfinite(shared.V);
         if (sees) {
             state.update(S, O);  // S becomes P = exp(S - m)
-            warp_gemm<Element, kBc / kStepK<Element>>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j
+            warp_gemm<Element, kBc / kStepK<Element>, kPlain>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j
         }
     }
     copy_async_wait<0>();
@@ -123,19 +124,20 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
 
     block_sync();  // nobody reads Q, K or V any more
     const QueryWork at = shared.work;
+    const u32 own_row = warp_index() * 16 * kM;  // found anew: registers are short in the loop
     if (params.lse != nullptr && lane_index() % 4 == 0) {
         float* lse = params.lse + (static_cast<i64>(at.batch) * params.num_heads + at.head) * params.seqlen_q;
 #pragma unroll
         for (u32 m = 0; m < kM; ++m)
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
-                const i32 query = at.queries.first + static_cast<i32>(warp_row + O.row(m, 2 * half));
+                const i32 query = at.queries.first + static_cast<i32>(own_row + O.row(m, 2 * half));
                 if (query < params.seqlen_q)
                     lse[query] = state.log_sum_exp(m, half);
             }
     }
-    const bool finite = !kBand || !block_any(!O.all_finite());
-    store_accumulator(shared.O, O, warp_row, 0);
+    const bool finite = !(kBand || kSplit) || !block_any(!O.all_finite());
+    store_accumulator(shared.O, O, own_row, 0);
     if (kBand && shared.careful)
         restore_nonfinite<kHeadDimV>(shared.O, at.v, params.v_row_stride, {0, params.seqlen_k},
                                      [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
@@ -146,11 +148,19 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void forward_mma(PARAMS(ForwardParams) params) {
-    // A result that is not finite may be the fault of a hidden NaN in V: those rows are computed once more, with care.
+    // A result that is not finite may be the fault of a hidden NaN in V, or of a float32 that cannot be split: those rows are
+    // computed once more, with care.
+    if constexpr (kSplit) {
+        if (!attend<false>(params, false)) {
+            block_sync();  // the first run still reads shared memory
+            attend<true>(params, true);
+        }
+        return;
+    }
     bool careful = false;
 #pragma unroll 1
-    while (!attend(params, careful) && !careful) {
+    while (!attend<false>(params, careful) && !careful) {
         careful = true;
-        block_sync();  // the first run still reads shared memory
+        block_sync();
     }
 }

@@ -118,6 +118,10 @@ KINDS = {
     "float staged": Kind("float32", (24, 40), STAGED),
     "float narrow": Kind("float32", (33, 50), gpu=KNOWN_GPUS["T4"]),
     "float wide": Kind("float32", (136, 160), gpu=KNOWN_GPUS["T4"]),
+    # float32 split on tensor cores, into parts that are rounded in two ways.
+    "split": Kind("float32", (40, 24), EXCHANGED),
+    "split registers": Kind("float32", (31, 20), IN_REGISTERS, gpu=KNOWN_GPUS["A100"]),
+    "split wide": Kind("float32", (136, 160), PEELED),
     "bfloat simt": Kind("bfloat16", (32, 48), gpu=KNOWN_GPUS["T4"]),
 }
 # So little L2 cache that heads are taken in sections of a few: see schedule.cuh.
@@ -264,6 +268,20 @@ def infinite_value(problem, q, k, v, dout):
     v[0, v.shape[1] // 2, 0, 0] = np.inf
 
 
+def largest(problem, q, k, v, dout):
+    """float32's largest number, which rounds to infinity in TF32, in a key and a value where it meets zeros."""
+    q[..., 0], k[0, 0, :, 0] = 0, np.finfo(np.float32).max
+    dout *= 0.125  # so that the gradient of q is no larger
+    dout[..., 1], v[0, 0, :, 1] = 0, np.finfo(np.float32).max
+
+
+def largest_hidden(problem, q, k, v, dout):
+    """The same in the last key, which only the last query sees, without a gradient; the others have no zeros for it."""
+    k[0, -1, :, 0] = np.finfo(np.float32).max
+    q[0, -1, :, 0] = 0
+    dout[0, -1] = 0
+
+
 def nan_in_a_few_values(problem, q, k, v, dout):
     """In the first key tile and in the last, of one head."""
     v[-1, [3, -1], 0, [1, 9]] = np.nan
@@ -274,7 +292,7 @@ NUMBERS = {
     for f in (
         *(normal, large, falling, falling_gently, rising, far_below, huge, steep, steep_heads, overflow, biased),
         *(hidden_key, hidden_value, hidden_query, hidden_gradient, infinite_key, infinite_keys, infinite_value),
-        nan_in_a_few_values,
+        *(nan_in_a_few_values, largest, largest_hidden),
     )
 }
 
@@ -419,6 +437,16 @@ _SHAPES = {
     ("float staged", "deterministic"): [(66, 70, 1, 4, 2)],
     ("float narrow", "causal"): [(66, 70, 2, 2, 1)],
     ("float wide", "top left"): [(40, 36)],
+    ("split", "plain"): [(1, 1), (33, 70, 2, 3, 1)],
+    ("split", "causal"): [(1, 37), (37, 1), (65, 65, 1, 4, 2), (95, 64)],
+    ("split", "window"): [(64, 97), (97, 33, 2, 2, 2)],
+    ("split", "negative scale"): [(35, 67)],
+    ("split", "softcap"): [(67, 67, 1, 4, 1)],
+    ("split", "deterministic causal"): [(70, 70, 1, 4, 2)],
+    ("split", "deterministic window"): [(64, 97)],
+    ("split registers", "causal"): [(70, 130, 2, 2, 1)],
+    ("split registers", "deterministic"): [(65, 33)],
+    ("split wide", "left"): [(40, 66)],
     ("bfloat simt", "causal"): [(70, 70, 1, 6, 2)],
     ("bfloat simt", "plain"): [(65, 33)],
 }
@@ -492,10 +520,18 @@ CASES = {
     str(case): case
     for case in (
         *(Case(*key, shape) for key, shapes in _SHAPES.items() for shape in shapes),
-        *(Case(kind, "causal", (70, 98), "large") for kind in ("half", "bfloat", "tf32", "float")),
-        *(Case(kind, "plain", (33, 130), "falling") for kind in ("half", "tf32", "float")),
+        *(Case(kind, "causal", (70, 98), "large") for kind in ("half", "bfloat", "tf32", "float", "split")),
+        *(Case(kind, "plain", (33, 130), "falling") for kind in ("half", "tf32", "float", "split")),
         # dQ of such a row is a failure on record: see test_case_29 of test_failure_cases.py.
         *(Case(kind, "causal", (20, 20), "infinite keys", gradients=("dk", "dv")) for kind in ("half", "float")),
+        *(Case("split", "plain", (40, 70), numbers) for numbers in ("far below", "rising")),
+        Case("split", "plain", (40, 70), "huge", gradients=()),
+        Case("split registers", "causal", (80, 90), "largest hidden"),
+        *(
+            Case(kind, options, (66, 70), numbers)
+            for kind, options in (("split", "causal"), ("split", "deterministic causal"), ("split registers", "plain"))
+            for numbers in (*HIDDEN, "infinite key", "infinite value", "largest")
+        ),
         Case("half", "plain", (40, 70), "far below"),
         Case("float", "diagonal", (35, 35), "large"),
         *(Case(kind, "plain", (33, 130), "rising") for kind in ("half", "float")),
@@ -507,7 +543,7 @@ CASES = {
             for options in ("diagonal", "deterministic diagonal")
         ),
         *(Case("half", options, (40, 70), "overflow") for options in ("plain", "deterministic", "causal")),
-        *(Case(kind, "causal", (40, 70), "biased") for kind in ("tf32", "half")),
+        *(Case(kind, "causal", (40, 70), "biased") for kind in ("tf32", "half", "split")),
         *(
             Case(kind, options, (70, 70), numbers)
             for kind, options in (
@@ -669,6 +705,9 @@ def run_on(backends, name):
                 lse = np.nextafter(np.nextafter(lse, np.float32(0)), np.float32(0))
             gradients = backend.backward(problem, dout, q, k, v, out, lse, dlse)
             answer.assert_gradients_close(gradients, case.gradients)
+            if case.kind.startswith("split") and case.numbers in ("normal", "biased"):
+                # A tensor core rounds towards zero: in gradients, sums of one sign have errors that do not average.
+                answer.assert_precise(out, gradients if case.numbers == "normal" else ())
             if problem.deterministic:
                 results += gradients
         first = first or results

@@ -57,7 +57,7 @@ def test_explain_plans_within_the_limits_of_every_gpu(gpu):
         ("gpu=A100", "not wgmma: wgmma needs sm_90; NVIDIA A100-SXM4-80GB is sm_80"),
         ("gpu=B200", "not wgmma: wgmma needs sm_90; NVIDIA B200 is sm_100"),
         ("gpu=H100 D=60", "not wgmma: tensor maps need strides above 0, and addresses, strides and rows that are"),
-        ("gpu=H100 dtype=float32", "not mma: tensor cores have no exact float32"),
+        ("gpu=H100 dtype=float32", "not wgmma: wgmma kernels compute float16 and bfloat16, not float32"),
         ("gpu=H100 dtype=float32 precision=tf32", "not wgmma: wgmma kernels compute float16 and bfloat16, not float32"),
         ("gpu=T4 dtype=bfloat16", "not mma: bfloat16 on tensor cores needs sm_80; Tesla T4 is sm_75"),
         ("gpu=H100", "arrays with negative or zero strides, or not aligned to 16 bytes, take mma"),

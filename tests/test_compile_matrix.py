@@ -70,10 +70,20 @@ def matrix():
         cases[f"{arch}: TF32 has operands and tiles of its own"] = [
             (arch, run, {"d": d, "dtype": "tf32"}) for d, run in product(DIMS, PASSES)
         ]
-    for arch in ("sm_75", "sm_90", "sm_120"):
+    for arch in ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120"):
         cases[f"{arch}: float32 has kernels of its own"] = [
             (arch, run, {"d": d, "dtype": "ieee"}) for d, run in product(DIMS, PASSES)
         ]
+    cases["sm_90: float32 that is split, other bands, scores and head dims"] = [
+        ("sm_90", run, {"dtype": "ieee", **changes})
+        for changes, run in product(
+            (
+                *({"d": d, **more} for d in DIMS for more in ({"band": "none"}, {"band": "window", "softcap": 30.0})),
+                *({"d": d} for d in (20, 59, 96, 160)),
+            ),
+            PASSES,
+        )
+    ]
     cases["sm_75: bfloat16 has no tensor cores"] = [
         ("sm_75", run, {"d": d, "dtype": "bfloat16"}) for d, run in product(DIMS, (FORWARD, BACKWARD))
     ]

@@ -125,7 +125,7 @@ WGMMA_ROLES = TileConfig("wgmma", 64, 64, 16, 2)  # one role for each of them
     [
         (T4, problem(dtype="bfloat16"), "bfloat16 on tensor cores needs sm_80; Tesla T4 is sm_75"),
         (T4, problem(dtype="float32", precision="tf32"), "TF32 needs sm_80; Tesla T4 is sm_75"),
-        (H200, problem(dtype="float32"), 'tensor cores have no exact float32; precision="tf32" allows them'),
+        (T4, problem(dtype="float32"), "TF32 needs sm_80; Tesla T4 is sm_75"),
         (dataclasses.replace(T4, arch=70), problem(), "tensor-core kernels need sm_75; Tesla T4 is sm_70"),
     ],
 )
@@ -135,7 +135,7 @@ def test_why_not_on_tensor_cores(limits, p, reason):
 
 
 def test_what_tensor_cores_do():
-    for p in (problem(), problem(dtype="bfloat16"), problem(dtype="float32", precision="tf32")):
+    for p in (problem(), problem(dtype="bfloat16"), *(problem(dtype="float32", precision=x) for x in ("tf32", "ieee"))):
         assert why_illegal("forward", FORWARD, p, A100) is None
     assert why_illegal("forward", FORWARD, problem(), T4) is None
 
@@ -461,15 +461,18 @@ def test_every_gpu_has_candidates(gpu, dtype, precision):
 
 
 def has_tensor_cores_for(p, limits):
+    if p.dtype == "float32" and p.precision == "ieee":
+        return limits.arch in (80, 90)  # elsewhere three products take longer than one
     if p.dtype == "float32":
-        return p.precision == "tf32" and limits.arch >= 80
+        return limits.arch >= 80
     return limits.arch >= (80 if p.dtype == "bfloat16" else 75)
 
 
 def runs_on_tensor_cores(task, p, limits):
     """All that tensor cores can do; but dK and dV of large head dims have to fit registers and shared memory."""
     large = max(p.head_dim, p.head_dim_v) > 192 and limits.shared_bytes < 160_000
-    return has_tensor_cores_for(p, limits) and not (task in ("backward", "backward_dkv") and large)
+    split = p.dtype == "float32" and p.precision == "ieee" and task != "forward"  # not of all head dims
+    return has_tensor_cores_for(p, limits) and not split and not (task in ("backward", "backward_dkv") and large)
 
 
 @pytest.mark.parametrize("gpu", KNOWN_GPUS)
@@ -486,6 +489,16 @@ def test_every_gpu_has_plans(gpu, dtype, precision):
                 assert grid >= 1
                 assert kernel.threads <= 1024
                 assert kernel.shared_bytes <= limits.shared_bytes, kernel.name
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("gpu", "family"), [("H200", "mma"), ("A100", "mma"), ("B200", "simt"), ("RTX4090", "simt")])
+def test_exact_float32_has_one_family_for_both_directions(gpu, family, deterministic):
+    """The backward recomputes the scores, and rounds them as the forward has rounded its LSE."""
+    for d in (32, 64, 96, 128):
+        p = problem(d, dtype="float32", deterministic=deterministic)
+        plans = (dispatch.plan_forward(p, 16, KNOWN_GPUS[gpu]), dispatch.plan_backward(p, 16, KNOWN_GPUS[gpu]))
+        assert {config.family for plan in plans for _, config, _ in plan.configs} == {family}
 
 
 def test_bfloat16_on_turing_is_computed_by_plain_multiply_adds():

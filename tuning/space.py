@@ -25,7 +25,7 @@ def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
         used = _simt_registers(task, config, problem) or registers(task, config, problem)
         return used <= available_registers(task, config) - _SPARE_REGISTERS[config.family]
 
-    fitting = [c for c in _all(task, problem) if why_illegal(task, c, problem, limits) is None and has_room(c)]
+    fitting = [c for c in _all(task, problem, limits) if why_illegal(task, c, problem, limits) is None and has_room(c)]
     found: dict[TileConfig, TileConfig] = {}  # by what reaches the kernel
     for config in (*heuristics.candidates(task, problem, limits), *fitting):
         found.setdefault(replace(config, dq_warps_d=1) if task == "backward_dkv" else config, config)
@@ -35,7 +35,8 @@ def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 def families(configs: Sequence[TileConfig]) -> dict[str, list[TileConfig]]:
     """Configurations by family, tensor cores first; plain multiply-adds only where there is nothing else.
 
-    They are an order of magnitude slower than tensor cores and take every layout that "mma" takes.
+    They are slower than tensor cores and take every layout that "mma" takes. Exact float32 has "mma" only on GPUs
+    where that holds, see ``heuristics.split_pays``.
     """
     found = {family: [c for c in configs if c.family == family] for family in ("wgmma", "mma", "simt")}
     if found["mma"]:
@@ -92,8 +93,10 @@ def _simt_registers(task: Task, config: TileConfig, problem: Problem) -> int:
     return results[task] // lanes
 
 
-def _all(task: Task, problem: Problem) -> Iterator[TileConfig]:
-    if problem.dtype == "float32" and problem.precision != "tf32":
+def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
+    if heuristics.is_exact(problem):
+        if heuristics.split_pays(limits):
+            yield from _all_split(task)
         return (yield from _all_simt(task))
     if task == "forward":
         for (Br, warps), Bc, stages in product(((128, 12), (192, 16)), range(32, 257, 16), (2, 3)):
@@ -123,6 +126,20 @@ def _all(task: Task, problem: Problem) -> Iterator[TileConfig]:
                 if task == "backward" or not dq_first:
                     yield TileConfig("mma", Br, Bc, warps, stages, 1, split, split, dq, dq_first)
     yield from _all_simt(task)
+
+
+def _all_split(task: Task) -> Iterator[TileConfig]:
+    if task == "forward":
+        for Br, Bc, warps, blocks in product((64, 128), (16, 32, 48, 64), (4, 8), (1, 2, 3)):
+            yield TileConfig("mma", Br, Bc, warps, blocks_per_sm=blocks)
+    elif task == "backward_dq":
+        for Br, Bc, warps, stages in product((32, 64, 128), (16, 32, 64), (2, 4, 8), (1, 2)):
+            yield TileConfig("mma", Br, Bc, warps, stages)
+    else:
+        for Br, Bc, warps, stages in product((32, 64), (32, 64, 128), (4, 8), (1, 2)):
+            for score, grad, dq, dq_first in product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8), (False, True)):
+                if task == "backward" or not dq_first:
+                    yield TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first)
 
 
 def _all_simt(task: Task) -> Iterator[TileConfig]:

@@ -14,7 +14,7 @@ constexpr u32 kWarpsDqQ = kWarps / kWarpsDqD;  // ... and queries
 constexpr u32 kDqM = kBr / (16 * kWarpsDqQ), kDqN = kD / (8 * kWarpsDqD);
 static_assert(kDqM * 16 * kWarpsDqQ == kBr && kDqN * 8 * kWarpsDqD == kD, "warps share dQ evenly");
 
-using DqTile = Accumulator<kDqM, kDqN, kWarpsDqD>;
+using DqTile = SumTile<Element, kDqM, kDqN, kWarpsDqD>;
 
 DEVICE u32 dq_first_row() { return warp_index() / kWarpsDqD * (16 * kDqM); }
 DEVICE u32 dq_first_col() { return warp_index() % kWarpsDqD * 16; }
@@ -60,8 +60,13 @@ DEVICE void load_dq_sum(const float* sum, DqTile& dQ) {
 DEVICE void add_nan_to_dq_sum(const BackwardParams& params, i32 batch, i32 head, i32 query, u32 col) {
     const u32 row = static_cast<u32>(query) % kBr, group = col / 16;
     const u32 warp = row / (16 * kDqM) * kWarpsDqD + group % kWarpsDqD;
-    const u32 m = row % (16 * kDqM) / 16, n = group / kWarpsDqD * 2 + col % 16 / 8;
-    const u32 lane = row % 8 * 4 + col % 8 / 2, e = row % 16 / 8 * 2 + col % 2;
+    // Fragment of a group, lane of a row, and element of a lane: the column's highest bit, the next two, and the lowest;
+    // where fragments alternate, the lowest, the highest two, and the one between.
+    const u32 fragment = DqTile::kAlternate ? col % 2 : col % 16 / 8;
+    const u32 in_row = DqTile::kAlternate ? col % 16 / 4 : col % 8 / 2;
+    const u32 odd = DqTile::kAlternate ? col % 4 / 2 : col % 2;
+    const u32 m = row % (16 * kDqM) / 16, n = group / kWarpsDqD * 2 + fragment;
+    const u32 lane = row % 8 * 4 + in_row, e = row % 16 / 8 * 2 + odd;
     const float nan = not_a_number();
     reduce_add4(dq_sum_tile(params, batch, head, query / static_cast<i32>(kBr)) + ((warp * kDqM + m) * kDqN + n) * 128 +
                     lane * 4,

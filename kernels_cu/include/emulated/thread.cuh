@@ -60,3 +60,21 @@ DEVICE float shuffle_xor(float value, u32 mask) {
     });
     return operands.value;
 }
+
+/// The value of the lane with this index (all 32 lanes take part).
+DEVICE float shuffle(float value, u32 lane) {
+    struct Operands {
+        float value;
+        u32 lane;
+    } operands = {value, lane};
+    emulated::meet_warp("shuffle", &operands, [](void* const* lane) {
+        float values[emulated::kLanes];
+        for (u32 l = 0; l < emulated::kLanes; ++l)
+            values[l] = static_cast<Operands*>(lane[l])->value;
+        for (u32 l = 0; l < emulated::kLanes; ++l) {
+            Operands& own = *static_cast<Operands*>(lane[l]);
+            own.value = values[own.lane % emulated::kLanes];
+        }
+    });
+    return operands.value;
+}

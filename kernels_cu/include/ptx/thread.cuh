@@ -32,3 +32,5 @@ DEVICE void warp_sync() { __syncwarp(); }
 DEVICE bool warp_any(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 /// The value of the lane whose index differs by `mask` (all 32 lanes take part).
 DEVICE float shuffle_xor(float value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+/// The value of the lane with this index (all 32 lanes take part).
+DEVICE float shuffle(float value, u32 lane) { return __shfl_sync(0xffffffffu, value, lane); }
