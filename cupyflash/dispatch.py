@@ -209,8 +209,9 @@ def plan_backward(
             shared_bytes=0 if wide else resources.dq_floats(config, problem) * problem.itemsize,
         )
         persistent = wgmma and not wide
-        # Deterministic sums without a mask: see Party in kernels_cu/include/dq_halves.cuh.
-        together = replace(main, cooperative=persistent and problem.deterministic and not problem.is_masked)
+        # See Party in kernels_cu/include/dq_halves.cuh.
+        waits = (problem.deterministic or config.first_stores) and not problem.is_masked
+        together = replace(main, cooperative=persistent and waits)
         launches = (
             (rows, query_blocks),
             (together, min(key_blocks, limits.sm_count) if persistent else key_blocks),

@@ -529,12 +529,14 @@ def test_blocks_stay_in_the_backward_too(hopper):
         assert (main.name, grid) == ("backward_wgmma", expected)
 
 
-@pytest.mark.parametrize(("deterministic", "causal"), itertools.product([False, True], repeat=2))
-def test_only_blocks_that_wait_for_later_ones_are_launched_together(deterministic, causal):
+@pytest.mark.parametrize(("deterministic", "first_stores", "causal"), itertools.product([False, True], repeat=3))
+def test_only_blocks_that_wait_for_later_ones_are_launched_together(deterministic, first_stores, causal):
     q, k, v, _ = arrays(D=64)
-    plan = dispatch.plan_backward(Problem.of(q, k, v, deterministic=deterministic, causal=causal), 16, HOPPER)
+    problem = Problem.of(q, k, v, deterministic=deterministic, causal=causal)
+    given = {"backward": dataclasses.replace(HOPPER_BACKWARD, first_stores=first_stores)}
+    plan = dispatch.plan_backward(problem, 16, HOPPER, given)
     together = {kernel.name for kernel, _ in plan.launches if kernel.cooperative}
-    assert together == ({"backward_wgmma"} if deterministic and not causal else set())
+    assert together == ({"backward_wgmma"} if (deterministic or first_stores) and not causal else set())
 
 
 def test_maps_are_kept_by_addresses(hopper, monkeypatch):

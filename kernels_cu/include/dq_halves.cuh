@@ -48,10 +48,11 @@ DEVICE u32* work_counter(const Params& params) {
     return dq_progress(params, dq_tile(params, params.batch, 0, 0));
 }
 
-// Deterministic sums without a mask: if all blocks of a head began with the same query tile, each would wait for the one
-// before at every tile, 2 to 4 us for an addition. So they begin at tiles of their own, evenly apart, and come to no tile at
-// once. Then they wait for others that began later, so that all blocks of the launch must run at once (a cooperative one).
-constexpr bool kSpread = kDeterministic && !kBand;
+// Without a mask all blocks of a head would begin with the same query tile, and wait there for the first addition;
+// deterministic, each for the one before, at every tile, 2 to 4 us for an addition. So they begin at tiles of their own,
+// evenly apart, and come to no tile at once. Then they wait for others that began later: all blocks of the launch must run
+// at once (a cooperative one).
+constexpr bool kSpread = kFirstStores && !kBand;
 
 /// The key tiles of one head that are worked on at once, and which of them one is.
 struct Party {
