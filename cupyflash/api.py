@@ -35,6 +35,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     precision: str | None = None
     device: str | None = None
+    algorithm: str = "auto"
     alignment: str | None = None  # corner of a window without a causal bound; not public: causal says it there
 
     def problem(self, q: Array, k: Array, v: Array) -> Problem:
@@ -50,6 +51,7 @@ class Options(NamedTuple):
             softcap=self.softcap,
             precision=self.precision,
             deterministic=self.deterministic,
+            algorithm=self.algorithm,
             alignment=self.alignment,
         )
 
@@ -106,6 +108,7 @@ def attention(
     deterministic: bool = False,
     precision: str | None = None,
     device: str | None = None,
+    algorithm: str = "auto",
 ) -> Any:
     """Exact scaled dot-product attention, softmax(q k^T * scale) v, in memory linear in the sequence length.
 
@@ -131,6 +134,9 @@ def attention(
         device: None computes where the arrays are. "cuda" sends NumPy arrays to the current GPU and back. "emulated"
             runs the CUDA kernels on the CPU, thread by thread, for learning and debugging: NumPy arrays only, thousands
             of times slower than a GPU, needs g++.
+        algorithm: "auto" takes what was fastest where it was measured, else the newest that the GPU and the problem
+            allow. "standard" holds S and P in memory, which grow with Sq * Sk; "v1", "v2" and "v3" are FlashAttention's
+            of 2022, 2023 and 2024. On the CPU there are "standard" and "v2". All are exact.
 
     Returns:
         out, (B, Sq, H, Dv) in ``layout`` and the dtype of q; with ``return_lse=True`` the tuple (out, lse), lse being
@@ -138,7 +144,8 @@ def attention(
 
     Raises:
         TypeError: an argument is no array, dtypes differ or are unsupported, or arrays are not all in one place.
-        ValueError: shapes do not agree, an option is out of range, or arrays are on different GPUs.
+        ValueError: shapes do not agree, an option is out of range, arrays are on different GPUs, or the algorithm that
+            is asked for cannot compute them.
         ImportError: CuPy, or ml_dtypes for bfloat16, is needed and missing; the message says what to install.
 
     Example:
@@ -151,9 +158,10 @@ def attention(
         True
 
     References:
-        Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+        Dao et al., FlashAttention, arXiv:2205.14135, Algorithm 1; Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1;
+        Shah et al., FlashAttention-3, arXiv:2407.08608, Algorithm 1.
     """
-    options = (causal, scale, layout, window, softcap, deterministic, precision, device, None)
+    options = (causal, scale, layout, window, softcap, deterministic, precision, device, algorithm, None)
     kind = type(q)
     if kind in arrays.native and type(k) is kind and type(v) is kind and (out is None or type(out) is kind):
         return forward(q, k, v, out, options, return_lse)
@@ -176,6 +184,7 @@ def attention_backward(
     deterministic: bool = False,
     precision: str | None = None,
     device: str | None = None,
+    algorithm: str = "auto",
     dlse: Array | None = None,
 ) -> Any:
     """The gradients of ``attention`` with respect to q, k and v, from its results and the same options.
@@ -186,7 +195,8 @@ def attention_backward(
         out, lse: its results with ``return_lse=True``.
         dlse: (B, H, Sq) gradient of the loss with respect to lse, in the dtype of lse, any strides; None is zero. It
             adds dlse[b, h, i] * P[b, h, i, j], the weight of key j, to the gradient of the score of query i and key j.
-        causal, scale, layout, window, softcap, deterministic, precision, device: as given to ``attention``.
+        causal, scale, layout, window, softcap, deterministic, precision, device, algorithm: as given to ``attention``.
+            The algorithm may be another one: out and lse mean the same in all of them.
 
     Returns:
         (dq, dk, dv), new C-contiguous arrays with the shapes and the dtype of q, k and v. The gradient of a key/value
@@ -208,9 +218,9 @@ def attention_backward(
         True
 
     References:
-        Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+        Dao et al., FlashAttention, arXiv:2205.14135, Algorithm 4; Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
     """
-    options = (causal, scale, layout, window, softcap, deterministic, precision, device, None)
+    options = (causal, scale, layout, window, softcap, deterministic, precision, device, algorithm, None)
     kind = type(q)
     same = kind is type(dout) is type(k) is type(v) is type(out) is type(lse)
     if same and kind in arrays.native and (dlse is None or type(dlse) is kind):
@@ -233,11 +243,13 @@ def attention_vjp(
     deterministic: bool = False,
     precision: str | None = None,
     device: str | None = None,
+    algorithm: str = "auto",
 ) -> tuple[Any, ...]:
     """``attention`` and the function that pulls a gradient of its results back to q, k and v.
 
     Args:
-        q, k, v, causal, scale, layout, window, softcap, deterministic, precision, device: as in ``attention``.
+        q, k, v, causal, scale, layout, window, softcap, deterministic, precision, device, algorithm: as in
+            ``attention``.
         return_lse: also return lse, the log of the softmax denominators, for a loss that depends on it.
 
     Returns:
@@ -261,7 +273,7 @@ def attention_vjp(
     References:
         Dao, FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
-    options = Options(causal, scale, layout, window, softcap, deterministic, precision, device)
+    options = Options(causal, scale, layout, window, softcap, deterministic, precision, device, algorithm)
     required = {"q": q, "k": k, "v": v}
     out, lse = arrays.through(forward, required, {"out": None}, options, True)
 
@@ -277,7 +289,8 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
 
     Args:
         q, k, v: as in ``attention``.
-        options: causal, scale, layout, window, softcap, deterministic, precision, device, as in ``attention``.
+        options: causal, scale, layout, window, softcap, deterministic, precision, device, algorithm, as in
+            ``attention``.
 
     Returns:
         (True, "") or (False, reason), the reason being the message that ``attention`` would raise.
@@ -294,7 +307,8 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
         call = _resolve(adopted["q"], adopted["k"], adopted["v"], Options(**options))
         if call.place != "cpu":
             kernels = "emulated" if call.place == "emulated" else "gpu"
-            importlib.import_module(f".{kernels}", __package__).check(call.problem)
+            views = (_bshd(call, array) for array in adopted.values() if _is_addressable(array))  # others are copied
+            importlib.import_module(f".{kernels}", __package__).check(call.problem, *views)
     except Exception as error:  # whatever keeps attention from working is the answer
         return False, str(error)
     return True, ""
@@ -459,6 +473,7 @@ def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array,
     return dq, dk, dv
 
 
+_CPU_MODULES = {"auto": "cpu", "v2": "cpu", "standard": "three_steps"}  # by algorithm
 _BY_KERNELS = ("gpu", "emulated")  # places where kernels address the arrays themselves
 
 _calls: dict[Any, Call] = {}
@@ -495,10 +510,16 @@ def _checked_call(q: Array, k: Array, v: Array, options: Options) -> Call:
     place = _place(q, options.device)
     if place != "cpu":
         check_gpu(problem)
+    elif problem.algorithm not in _CPU_MODULES:
+        raise ValueError(
+            f"algorithm is {problem.algorithm!r}, which is a GPU's; NumPy arrays are computed on the CPU by 'v2' or "
+            "'standard' ('auto': 'v2'). device='cuda' takes them to a GPU, device='emulated' runs its kernels here"
+        )
+    module = _CPU_MODULES[problem.algorithm] if place == "cpu" else place
     return Call(
         problem=problem,
         place=place,
-        backend=importlib.import_module(f".{place}", __package__),
+        backend=importlib.import_module(f".{module}", __package__),
         xp=arrays.module_of(q),
         is_bhsd=options.layout == "bhsd",
         is_empty=problem.scores == 0,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from . import heuristics, resources
 from .problem import Problem
 from .resources import Limits
-from .tiles import Task, TileConfig, tile_head_dims
+from .tiles import ALGORITHMS, Task, TileConfig, tile_head_dims
 from .tuning import store
 
 _ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16", "float32": "float"}
@@ -58,7 +58,7 @@ class Plan:
     """The launches of one pass, in order.
 
     Attributes:
-        launches: (kernel, number of blocks).
+        launches: (kernel, number of blocks); none where the standard algorithm is chosen, which is CuPy's to launch.
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
         dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters, if any; 0 where dQ is
             summed in place or has a kernel of its own.
@@ -101,10 +101,17 @@ def choose(
     listed = heuristics.listed(task, problem, limits)
     untuned = [config for config in listed if why_not(task, config, problem, limits, mappable) is None]
     if not untuned:
-        reasons = sorted({resources.why_illegal(task, config, problem, limits) or "" for config in listed})
+        asked = problem.algorithm != "auto"
+        reasons = sorted(
+            why_not(task, config, problem, limits, mappable) or ""
+            for config in {config.family: config for config in listed}.values()
+            if config.family in ALGORITHMS[problem.algorithm]
+        )
         raise UnsupportedError(
-            f"no {task} kernel for {problem.dtype}, head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
+            (f"algorithm is {problem.algorithm!r}, which has " if asked else "")
+            + f"no {task} kernel for {problem.dtype}, head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} "
             f"on {limits.name} (sm_{limits.arch}): {'; '.join(reasons) or 'no tile fits its shared memory'}"
+            + ("; 'auto' takes an algorithm that can" if asked else "")
         )
     return untuned[0], "heuristic"
 
@@ -141,6 +148,8 @@ def plan_forward(
             know no such thing.
     """
     config, origin = choose("forward", problem, limits, given, mappable and vector_bytes == 16)
+    if config.family == "standard":
+        return _without_launches("forward", config, origin)
     kernel = _kernel("forward", config, problem, vector_bytes, limits)
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize
     blocks = _query_blocks(problem, config)
@@ -166,14 +175,22 @@ def backward_tasks(
     apart: tuple[Task, ...] = ("backward_dkv", "backward_dq")
     if given and "backward" in given and (not problem.deterministic or _sums_in_order(given["backward"])):
         return ("backward",)
+    if "mma" not in ALGORITHMS[problem.algorithm]:  # only v2 has kernels for parts of the gradients
+        return ("backward",)
     if given and not given.keys().isdisjoint({"backward", *apart}):
         return apart
     found = heuristics.candidates("backward", problem, limits)
     return ("backward",) if any(mappable or config.family != "wgmma" for config in found) else apart
 
 
+def _without_launches(task: Task, config: TileConfig, origin: str) -> Plan:
+    return Plan((), 0, 0, 1, ((task, config, origin),))
+
+
 def _sums_in_order(config: TileConfig) -> bool:
     """Whether the one kernel of a backward can add to dQ in the order of the keys."""
+    if config.family == "standard":
+        return True
     return config.family == "wgmma" and not resources.is_wide("backward", config)
 
 
@@ -188,6 +205,8 @@ def plan_backward(
     task, *apart = backward_tasks(problem, limits, given, mappable and vector_bytes == 16)
     summed = not apart
     config, origin = choose(task, problem, limits, given, mappable and vector_bytes == 16)
+    if config.family == "standard":
+        return _without_launches(task, config, origin)
     main = _kernel(task, config, problem, vector_bytes, limits)
     wgmma = config.family == "wgmma"
     rows_threads = _LANES_PER_ROW * config.Br if wgmma else config.threads

@@ -12,6 +12,9 @@ from functools import reduce
 from operator import or_
 from typing import Any, Protocol
 
+import numpy as np
+
+from . import three_steps
 from .arrays import Array
 from .dispatch import Given, Kernel, Plan, backward_tasks, plan_backward, plan_forward
 from .problem import Problem
@@ -44,6 +47,9 @@ class Runtime(Protocol):
 
     def address(self, array: Array) -> int:
         """Address of an array's first element."""
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...]) -> Array:
+        """The array of the current device that begins at an address, which somebody else keeps."""
 
     def tensor_map(
         self, address: int, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], itemsize: int
@@ -87,10 +93,15 @@ class Engine:
         self._before_planning = before_planning
         self._prepared: dict[Any, Prepared] = {}
 
-    def check(self, problem: Problem) -> None:
-        """Raises UnsupportedError if the current device cannot compute the problem; nothing is compiled."""
+    def check(self, problem: Problem, *arrays: Array) -> None:
+        """Raises UnsupportedError if the current device cannot compute the problem; nothing is compiled.
+
+        Args:
+            arrays: some of q, k and v, as in ``forward``; others are taken to be contiguous and aligned.
+        """
+        width = vector_bytes(problem, arrays, self._pointer_bits(arrays))
         for plan in (plan_forward, plan_backward):
-            plan(problem, problem.itemsize, self._runtime.limits(), self._given)
+            plan(problem, width, self._runtime.limits(), self._given, mappable(arrays))
 
     def forward(self, problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array | None) -> None:
         """Writes out and lse (None: not wanted). Arrays are (B, S, H, D) views of unit last stride, lse is contiguous.
@@ -166,7 +177,7 @@ class Engine:
 
     def _pointer_bits(self, arrays: tuple[Array, ...]) -> int:
         """The low bits that some address has."""
-        return reduce(or_, map(self._runtime.address, arrays)) & 15
+        return reduce(or_, map(self._runtime.address, arrays), 0) & 15
 
     def _prepare(self, key: Any, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:
         prepared = prepare(self._runtime, key[0], plan, struct, arrays)
@@ -207,6 +218,8 @@ class Prepared:
 
 def prepare(runtime: Runtime, problem: Problem, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:
     """The launches of a plan whose kernels take this struct."""
+    if not plan.launches:
+        return PreparedStandard(runtime, problem, plan, struct, arrays)
     kind = {FORWARD_TENSOR: PreparedTensor, BACKWARD_TENSOR: PreparedTensorBackward}.get(struct, Prepared)
     return kind(runtime, problem, plan, struct, arrays)
 
@@ -247,6 +260,33 @@ class PreparedTensorBackward(Prepared):
     def launch(self, *pointers: int) -> None:
         """Launches on the current stream; dout, q, k and v come first."""
         super().launch(self._maps[pointers[: len(self.plan.map_rows)]], *pointers)  # type: ignore[arg-type]
+
+
+class PreparedStandard(Prepared):
+    """The standard algorithm, which takes arrays: they are made around the addresses."""
+
+    def __init__(
+        self, runtime: Runtime, problem: Problem, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]
+    ) -> None:
+        super().__init__(runtime, problem, plan, struct, arrays)
+        self._problem, self._array = problem, runtime.array
+        described = [(array.shape, array.dtype, array.strides) for array in arrays]
+        lengths = (problem.batch, problem.num_heads, problem.seqlen_q)
+        rows = (lengths, np.dtype(np.float32), (4 * lengths[1] * lengths[2], 4 * lengths[2], 4))
+        # lse follows the forward's arrays; lse and dlse stand before the backward's results.
+        self._described = [*described, rows] if len(arrays) == 4 else [*described[:5], rows, rows, *described[5:]]
+
+    def launch(self, *pointers: int) -> None:
+        """Computes on the current stream; what lies behind the last array is no concern of it."""
+        operands = [
+            self._array(address, *described) if address else None
+            for address, described in zip(pointers, self._described, strict=False)
+        ]
+        if len(operands) == 5:
+            three_steps.forward(self._problem, *operands)
+            return
+        dout, q, k, v, out, lse, dlse, dq, dk, dv = operands
+        three_steps.backward(self._problem, dout, q, k, v, out, lse, dq, dk, dv, dlse)
 
 
 def _no_counter(device: int, stream: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from . import resources_simt
 from .problem import Problem
 from .resources import Limits, why_illegal
-from .tiles import Task, TileConfig, tile_head_dims
+from .tiles import STANDARD, Task, TileConfig, tile_head_dims
 
 _Table = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
@@ -134,7 +134,14 @@ def candidates(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]
 
 
 def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
-    """All configurations that are considered for the task, legal on the GPU or not."""
+    """All configurations that are considered for the task, legal on the GPU or not.
+
+    The standard algorithm and the first FlashAttention are none that a rule takes: they are asked for, or measured.
+    """
+    if problem.algorithm == "v1":
+        return [TileConfig("v1", 64, 64, 4)]
+    if problem.algorithm == "standard":
+        return [STANDARD] if task in ("forward", "backward") else []
     return [*_wgmma_list(task, problem), *_mma_list(task, problem, limits), *_simt_list(task, problem, limits)]
 
 

@@ -12,6 +12,8 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .tiles import ALGORITHMS
+
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38  # smallest normal; the kernels flush what is below it
@@ -75,6 +77,7 @@ class Problem:
     softcap: float  # 0.0 = off
     precision: str  # "ieee" | "tf32"; tf32 only changes float32 on the GPU
     deterministic: bool
+    algorithm: str = "auto"  # a key of tiles.ALGORITHMS
     _hash: int = field(init=False, repr=False, compare=False)  # a problem is looked up at every call
 
     def __post_init__(self) -> None:
@@ -118,6 +121,7 @@ class Problem:
         softcap: float | None = 0.0,
         precision: str | None = None,
         deterministic: bool = False,
+        algorithm: str = "auto",
         alignment: str | None = None,
     ) -> Problem:
         """The checked problem of three arrays (anything with ``shape`` and ``dtype``) and the options of ``attention``.
@@ -161,6 +165,7 @@ class Problem:
             softcap=cap(softcap),
             precision="ieee" if precision is None else one_of("precision", precision, PRECISIONS),
             deterministic=bool(deterministic),
+            algorithm=one_of("algorithm", algorithm, tuple(ALGORITHMS)),
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from . import resources_simt
 from .problem import Problem
-from .tiles import Task, TileConfig, tile_head_dims
+from .tiles import ALGORITHMS, STANDARD, Task, TileConfig, tile_head_dims
 
 _ALIGNMENT = 128  # of a shared tile, and so of the whole storage
 _USABLE_REGISTERS = 255  # per thread; the architecture's limit
@@ -179,6 +179,10 @@ def available_registers(task: Task, config: TileConfig) -> int:
 
 def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
     """The reason why a configuration cannot run a task on a GPU, or None if it can."""
+    if config.family not in ALGORITHMS[problem.algorithm]:
+        return f"algorithm {problem.algorithm!r} is asked for"
+    if config.family == "standard":
+        return _why_not_standard(task, config)
     reason = _why_not_family(task, config, problem, limits)
     if reason:
         return reason
@@ -197,6 +201,8 @@ def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits
 
 
 def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
+    if config.family == "v1":
+        return "its kernels are not part of this version"
     if config.family == "wgmma":
         return _why_not_wgmma(task, config, problem, limits)
     if task == "backward" and problem.deterministic:
@@ -208,6 +214,14 @@ def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Li
         return f"dQ is summed in place, in float32; the gradients are {problem.dtype}"
     tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
     return resources_simt.why_uneven(task, config.Br, config.Bc, config.warps, *tile_dims, config.dq_warps_d)
+
+
+def _why_not_standard(task: Task, config: TileConfig) -> str | None:
+    if task not in ("forward", "backward"):
+        return f"the standard algorithm has no {task} alone: one backward computes all gradients"
+    if config != STANDARD:
+        return "the standard algorithm has no tiles: Br, Bc and warps are 1, and nothing else is given"
+    return None
 
 
 def _why_not_mma(problem: Problem, limits: Limits) -> str | None:

@@ -9,6 +9,7 @@ import numpy as np
 from . import arrays
 from .api import Options, Window
 from .arrays import Array
+from .problem import Problem
 
 
 def standard_attention(
@@ -53,30 +54,84 @@ def standard_attention(
 
 def _standard(q: Array, k: Array, v: Array, options: Options, return_lse: bool) -> Any:
     problem = options.problem(q, k, v)
-    xp = arrays.module_of(q)
-    wide = np.float64 if problem.dtype == "float64" else np.float32
     with arrays.on_gpu_of(("q", "k", "v"), q, k, v):
-        if options.layout == "bshd":
-            q, k, v = (array.transpose(0, 2, 1, 3) for array in (q, k, v))
-        grouped = (problem.batch, problem.num_kv_heads, problem.group, problem.seqlen_q, problem.head_dim)
-        Q, K, V = q.astype(wide).reshape(grouped), k.astype(wide)[:, :, None], v.astype(wide)[:, :, None]
+        out, lse = forward(problem, options.layout, q, k, v)
+    return (out, lse) if return_lse else out
 
-        S = Q @ K.swapaxes(-1, -2) * wide(problem.scale)
+
+def forward(
+    problem: Problem, layout: str, q: Array, k: Array, v: Array, out: Array | None = None
+) -> tuple[Array, Array]:
+    """(out, lse) of a checked problem, on the GPU that is current; writes to ``out`` if it is given."""
+    steps = _Steps(problem, layout, q, k, v)
+    xp, wide, S = steps.xp, steps.wide, steps.S
+    m = S.max(axis=-1, keepdims=True) if problem.scores else xp.zeros((*S.shape[:4], 1), wide)
+    m = xp.where(m == -np.inf, wide(0), m)
+    P = xp.exp(S - m)
+    l = P.sum(axis=-1, keepdims=True)
+    sees_none = l == 0
+    l = xp.where(sees_none, wide(1), l)
+    result = steps.result(P @ steps.V / l, q.dtype)
+    lse = xp.where(sees_none, wide(-np.inf), m + xp.log(l)).reshape(steps.rows)
+    if out is None:
+        return result, lse
+    out[...] = result
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    layout: str,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of a checked problem, on the GPU that is current."""
+    steps = _Steps(problem, layout, q, k, v)
+    xp, wide, S = steps.xp, steps.wide, steps.S
+    dO, O = steps.heads(dout), steps.heads(out)
+    rows = lse.reshape(S.shape[:4])[..., None]
+    sees = ~xp.isneginf(rows)
+    P = xp.where(sees & ~xp.isneginf(S), xp.exp(S - xp.where(sees, rows, wide(0))), wide(0))
+    dO = xp.where(sees, dO, wide(0))
+    D = (dO * O).sum(axis=-1, keepdims=True)
+    if dlse is not None:
+        D = D - dlse.reshape(rows.shape)
+    dS = xp.where(P > 0, P * (dO @ steps.V.swapaxes(-1, -2) - D) * steps.slope, wide(0)) * wide(problem.scale)
+    dK, dV = ((x.swapaxes(-1, -2) @ y).sum(axis=2, keepdims=True) for x, y in ((dS, steps.Q), (P, dO)))
+    return steps.result(dS @ steps.K, q.dtype), steps.result(dK, k.dtype), steps.result(dV, v.dtype)
+
+
+class _Steps:
+    """What both passes share: operands as (B, Hk, group, S, D) and the scores, -inf where they are hidden."""
+
+    def __init__(self, problem: Problem, layout: str, q: Array, k: Array, v: Array) -> None:
+        self.problem, self.layout = problem, layout
+        self.xp = xp = arrays.module_of(q)
+        self.wide = wide = np.float64 if problem.dtype == "float64" else np.float32
+        self.rows = (problem.batch, problem.num_heads, problem.seqlen_q)
+        self.Q, self.K, self.V = self.heads(q), self.heads(k), self.heads(v)
+        S = self.Q @ self.K.swapaxes(-1, -2) * wide(problem.scale)
+        self.slope: Array = wide(1)
         if problem.softcap:
-            S = xp.tanh(S / wide(problem.softcap)) * wide(problem.softcap)
+            capped = xp.tanh(S / wide(problem.softcap))
+            S, self.slope = capped * wide(problem.softcap), 1 - capped * capped
         visible = problem.band.visible(xp.arange(problem.seqlen_q)[:, None], xp.arange(problem.seqlen_k))
-        S = xp.where(visible, S, wide(-np.inf))
+        self.S = xp.where(visible, S, wide(-np.inf))
 
-        m = S.max(axis=-1, keepdims=True) if problem.scores else xp.zeros((*grouped[:4], 1), wide)
-        m = xp.where(m == -np.inf, wide(0), m)
-        P = xp.exp(S - m)
-        l = P.sum(axis=-1, keepdims=True)
-        sees_none = l == 0
-        l = xp.where(sees_none, wide(1), l)
+    def heads(self, array: Array) -> Array:
+        """An array as (B, Hk, its heads per key/value head, S, D), in the precision of all steps."""
+        array = array.transpose(0, 2, 1, 3) if self.layout == "bshd" else array
+        batch, heads, length, columns = array.shape
+        kv_heads = self.problem.num_kv_heads
+        return array.astype(self.wide).reshape(batch, kv_heads, heads // kv_heads if kv_heads else 1, length, columns)
 
-        O = (P @ V / l).astype(q.dtype)
-        O = O.reshape(problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
-        out = xp.ascontiguousarray(O.transpose(0, 2, 1, 3)) if options.layout == "bshd" else O
-        if not return_lse:
-            return out
-        return out, xp.where(sees_none, wide(-np.inf), m + xp.log(l)).reshape(O.shape[:3])
+    def result(self, array: Array, dtype: Any) -> Array:
+        """What ``heads`` made, in the caller's layout and dtype."""
+        with np.errstate(over="ignore", invalid="ignore"):  # what float16 cannot hold becomes infinite
+            array = array.astype(dtype).reshape(array.shape[0], array.shape[1] * array.shape[2], *array.shape[3:])
+        return self.xp.ascontiguousarray(array.transpose(0, 2, 1, 3)) if self.layout == "bshd" else array

@@ -7,12 +7,24 @@ they reach a kernel as ``-D`` macros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Family = Literal["wgmma", "mma", "simt"]
+Family = Literal["wgmma", "mma", "simt", "v1", "standard"]
 Task = Literal["forward", "backward", "backward_dkv", "backward_dq"]
 
 TASKS: tuple[Task, ...] = ("forward", "backward", "backward_dkv", "backward_dq")
+
+# The families of each algorithm that can be asked for: "v2" is one algorithm on two kinds of instructions.
+ALGORITHMS: dict[str, tuple[Family, ...]] = {
+    "auto": get_args(Family),
+    "standard": ("standard",),
+    "v1": ("v1",),
+    "v2": ("mma", "simt"),
+    "v3": ("wgmma",),
+}
+ALGORITHM_OF: dict[Family, str] = {
+    family: algorithm for algorithm, families in ALGORITHMS.items() if algorithm != "auto" for family in families
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +32,9 @@ class TileConfig:
     """One way to compute one task.
 
     Attributes:
-        family: "wgmma" (Hopper's tensor cores, sm_90), "mma" (tensor cores by mma.sync, sm_75 and up) or "simt" (plain
-            multiply-adds, every GPU).
+        family: "wgmma" (FlashAttention-3 on Hopper's tensor cores, sm_90), "mma" (FlashAttention-2 on tensor cores by
+            mma.sync, sm_75 and up), "simt" (the same on plain multiply-adds, every GPU), "v1" (the first of them, on
+            tensor cores by mma.sync) or "standard" (S and P in memory; no tiles of ours: see ``STANDARD``).
         Br: query rows per tile.
         Bc: keys per tile.
         warps: per block; "wgmma": four per consumer warpgroup, which has 64 query rows (in the backward, 64 keys; above
@@ -70,6 +83,9 @@ class TileConfig:
     def threads(self) -> int:
         """Threads per block."""
         return 32 * self.warps
+
+
+STANDARD = TileConfig("standard", 1, 1, 1)  # its numbers say nothing
 
 
 def tile_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -60,7 +60,7 @@ class FakeGpu(types.ModuleType):
         bytes_ = (ctypes.c_char * (high - low)).from_address(array.data.ptr + low)
         return np.ndarray(array.shape, array.dtype, bytes_, offset=-low, strides=array.strides)
 
-    def check(self, problem):
+    def check(self, problem, *arrays):
         pass
 
     def forward(self, problem, *arrays):

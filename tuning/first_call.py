@@ -28,10 +28,12 @@ _failed = False
 def tune_if_asked(tasks: tuple[Task, ...], problem: Problem, limits: Limits) -> None:
     """Tunes what a problem needs on the current GPU, if the variable asks for it and there are no winners yet.
 
+    A call that asks for an algorithm takes what is known of that; winners are what "auto" takes.
+
     Args:
         tasks: that are about to be planned.
     """
-    if settings.tune_mode() == "off" or problem.softcap or problem.scale <= 0:
+    if settings.tune_mode() == "off" or problem.softcap or problem.scale <= 0 or problem.algorithm != "auto":
         return
     with _lock:  # others wait for the same winners
         for task in tasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 from ..tiles import Family, Task
 
@@ -14,6 +15,8 @@ _COMMENT = re.compile(r"\s*//.*")
 def kernel_hash(family: Family, task: Task) -> str:
     """A hash of the code that computes a task: its file with all that it includes, but for comments and blank lines.
 
+    The standard algorithm has no kernel; its module stands for it.
+
     Raises:
         KeyError: there is no such kernel.
     """
@@ -22,6 +25,10 @@ def kernel_hash(family: Family, task: Task) -> str:
     from ..dispatch import FILES, WIDE_BACKWARD  # which imports the store
     from ..runtime.source import flatten
 
+    if family == "standard":
+        from .. import standard
+
+        return hashlib.sha256(Path(standard.__file__).read_bytes()).hexdigest()[:12]
     files = (
         [FILES[family, task][0], *WIDE_BACKWARD[:1]]
         if (family, task) == ("wgmma", "backward")

@@ -11,20 +11,23 @@ from typing import Any
 from cupyflash import dispatch
 from cupyflash.problem import GPU_DTYPES, Band, Problem, check_gpu
 from cupyflash.resources import KNOWN_GPUS, Limits
-from cupyflash.tiles import TileConfig
+from cupyflash.tiles import ALGORITHM_OF, STANDARD, TileConfig
 
 DEFAULTS = {"B": 1, "S": 1024, "H": 16, "D": 64}
 SIZES = ("B", "S", "Sq", "Sk", "H", "Hk", "D", "Dv")
 NUMBERS = ("scale", "softcap")
 PROBLEM_HELP = (
     'as in "B=8 S=256 H=12 D=64 dtype=bfloat16 causal"; also Sq, Sk, Hk, Dv, scale, softcap, window=LEFT,RIGHT, '
-    "precision, deterministic, and gpu=H200 to plan for another GPU"
+    "precision, deterministic, algorithm=v2, and gpu=H200 to plan for another GPU"
 )
-WORDS = ("causal", "window", "dtype", "precision", "deterministic", "gpu")
+WORDS = ("causal", "window", "dtype", "precision", "deterministic", "algorithm", "gpu")
+_TITLES = {"standard": "S and P in memory", "v1": "FlashAttention", "v2": "FlashAttention-2", "v3": "FlashAttention-3"}
 
 
 def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
     """What ``"B=8 S=256 H=12 D=64 dtype=bfloat16 causal gpu=A100"`` leads to, one kernel to a line.
+
+    Each task has its tiles, the algorithm and why it is this one, and why others are not.
 
     Args:
         description: ``key=value`` pairs and flags, see ``SIZES``, ``NUMBERS`` and ``WORDS``. What is left out is as in
@@ -47,12 +50,16 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
             continue
         for task, config, origin in planned.configs:
             lines.append((task, f"{describe_config(config)}  ({origin})"))
+            lines.append(("", _describe_algorithm(problem, config, origin)))
             passed_over = dispatch.passed_over(task, config, problem, limits, mappable)
             lines += [("", f"not {family}: {reason}") for family, reason in passed_over.items()]
             if config.family == "wgmma":
                 apart = dispatch.backward_tasks(problem, limits, mappable=False) if task == "backward" else (task,)
-                other = dispatch.choose(apart[0], problem, limits, mappable=False)[0].family
-                lines.append(("", f"arrays with negative or zero strides, or not aligned to 16 bytes, take {other}"))
+                try:
+                    other = f"take {dispatch.choose(apart[0], problem, limits, mappable=False)[0].family}"
+                except dispatch.UnsupportedError:
+                    other = "are refused"
+                lines.append(("", f"arrays with negative or zero strides, or not aligned to 16 bytes, {other}"))
         for kernel, blocks in planned.launches:
             lines.append(
                 (
@@ -122,6 +129,7 @@ def _problem(given: dict[str, str]) -> Problem:
         window=_window(given["window"]) if "window" in given else None,
         precision=given.get("precision"),
         deterministic=given.get("deterministic", "False") in ("", "True"),
+        algorithm=given.get("algorithm", "auto"),
         **numbers,
     )
 
@@ -150,11 +158,23 @@ def describe(problem: Problem) -> str:
         *([f"softcap {p.softcap:g}"] if p.softcap else []),
         *([p.precision] if p.dtype == "float32" else []),
         *(["deterministic"] if p.deterministic else []),
+        *([f"algorithm {p.algorithm}"] if p.algorithm != "auto" else []),
     ]
     return (
         f"B={p.batch} Sq={p.seqlen_q} Sk={p.seqlen_k} H={p.num_heads} Hk={p.num_kv_heads} D={p.head_dim} "
         f"Dv={p.head_dim_v} {p.dtype}, {', '.join(options)}"
     )
+
+
+def _describe_algorithm(problem: Problem, config: TileConfig, origin: str) -> str:
+    name = ALGORITHM_OF[config.family]
+    if problem.algorithm != "auto":
+        reason = "as asked for"
+    elif origin.startswith("tuned"):
+        reason = "the fastest where it was measured"
+    else:
+        reason = "the newest that this problem and GPU allow"
+    return f"algorithm {name} ({_TITLES[name]}), {reason}"
 
 
 def _describe_band(band: Band) -> str:
@@ -173,6 +193,8 @@ def describe_gpu(limits: Limits) -> str:
 
 def describe_config(config: TileConfig) -> str:
     """The family, and the numbers that are not at their default."""
+    if config == STANDARD:
+        return config.family
     numbers = [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)

@@ -75,6 +75,10 @@ class CudaRuntime:
     def address(self, array: Array) -> int:
         return array.data.ptr  # type: ignore[no-any-return]
 
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...]) -> Array:
+        memory = cupy.cuda.UnownedMemory(address, 0, None, self.device())
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
     def tensor_map(
         self, address: int, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], itemsize: int
     ) -> bytes:

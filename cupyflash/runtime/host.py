@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,12 @@ class HostRuntime:
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...]) -> Array:
+        spans = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+        low, high = sum(min(0, span) for span in spans), sum(max(0, span) for span in spans) + dtype.itemsize
+        content = (ctypes.c_char * (high - low)).from_address(address + low)
+        return np.ndarray(shape, dtype, content, -low, strides)
 
     def tensor_map(
         self, address: int, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], itemsize: int

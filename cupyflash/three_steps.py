@@ -1,0 +1,33 @@
+"""The standard algorithm under the signatures of cpu.py and gpu.py, on NumPy or CuPy arrays."""
+
+from __future__ import annotations
+
+from . import standard
+from .arrays import Array
+from .problem import Problem
+
+
+def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array | None) -> None:
+    """Writes out and lse (None: not wanted). Arrays are (B, S, H, D) views, lse is (B, H, Sq)."""
+    _, rows = standard.forward(problem, "bshd", q, k, v, out)
+    if lse is not None:
+        lse[...] = rows
+
+
+def backward(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    dlse: Array | None = None,
+) -> None:
+    """Writes dq, dk and dv; arrays as in ``forward``, dlse (None: zero) as lse."""
+    gradients = standard.backward(problem, "bshd", dout, q, k, v, out, lse, dlse)
+    for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+        target[...] = gradient
