@@ -12,18 +12,11 @@
 #include "constant.cuh"
 #include "copy_tile.cuh"
 #include "dq_sum.cuh"
-#include "hidden.cuh"
-#include "probability.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
 #include "traits.cuh"
+#include "transposed_scores.cuh"
 #include "warp_gemm.cuh"
-
-// How the warps split the rows and columns of each product.
-constexpr u32 kWarpsScoreQ = CF_WARPS_SCORE_Q;       // S^T, dP^T: over queries ...
-constexpr u32 kWarpsScoreK = kWarps / kWarpsScoreQ;  // ... and keys
-constexpr u32 kWarpsGradD = CF_WARPS_GRAD_D;         // dK, dV: over head dims ...
-constexpr u32 kWarpsGradK = kWarps / kWarpsGradD;    // ... and keys
 
 // If a warp has the same keys, and all queries, in both, P^T and dS^T pass from one to the other in registers.
 constexpr bool kInRegisters = kWarpsScoreQ == 1 && kWarpsGradD == 1;
@@ -32,13 +25,6 @@ constexpr bool kDqFirst = CF_DQ_FIRST;  // dQ before dK and dV
 // the second body costs more in registers than the tests cost in time.
 constexpr bool kPeel = kD > 128 && kWarps >= 8 && !kSplit;
 constexpr bool kSumDq = CF_SUM_DQ;  // false: backward_dq_mma computes dQ, in a fixed order
-
-constexpr u32 kScoreM = kBc / (16 * kWarpsScoreK), kScoreN = kBr / (8 * kWarpsScoreQ);
-constexpr u32 kGradM = kBc / (16 * kWarpsGradK);
-constexpr u32 kGradN = kD / (8 * kWarpsGradD), kGradNV = kDv / (8 * kWarpsGradD);
-
-using ScoreTile = Accumulator<kScoreM, kScoreN>;
-using WeightTile = SharedTile<Element, kBc, kBr>;  // P^T or dS^T
 
 /// The keys of one key/value head that a block works on.
 struct Work {
@@ -77,64 +63,12 @@ struct SharedStorage {
     bool cleaned;        // some tile was cleaned, and what was visible of it is missing in the sums
 };
 
-/// S^T becomes P^T and dP^T becomes dS^T, in registers.
-template <bool kFused>
-DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const float* lse, const float* delta) {
-#pragma unroll
-    for (u32 n = 0; n < kScoreN; ++n)
-#pragma unroll
-        for (u32 odd = 0; odd < 2; ++odd) {
-            const u32 query = S.col(n, odd);
-            const float row_lse = backward_lse(lse[query]), row_delta = delta[query];
-#pragma unroll
-            for (u32 m = 0; m < kScoreM; ++m)
-#pragma unroll
-                for (u32 e = odd; e < 4; e += 2) {
-                    const float s = score(S.x[m][n][e]);
-                    const float p = probability<kFused>(s, score.unit(), row_lse);
-                    S.x[m][n][e] = p;
-                    dP.x[m][n][e] = p * (dP.x[m][n][e] - row_delta) * score.slope(s);
-                }
-        }
-}
-
-/// Clears P and dS of pairs that do not see each other.
-DEVICE void hide(ScoreTile& P, ScoreTile& dS, const Band& band, i32 first_query, i32 first_key) {
-#pragma unroll
-    for (u32 m = 0; m < kScoreM; ++m)
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            // Relative to this lane's first column, so that the comparisons below are with constants.
-            const i32 origin = first_query + static_cast<i32>(P.col(0, 0));
-            const Range queries =
-                band.queries_of(static_cast<i32>(opaque(first_key)) + static_cast<i32>(P.row(m, 2 * half)));
-            const i32 first = queries.first - origin, end = queries.end - origin;
-#pragma unroll
-            for (u32 n = 0; n < kScoreN; ++n)
-#pragma unroll
-                for (u32 e = 2 * half; e < 2 * half + 2; ++e) {
-                    const i32 col = static_cast<i32>(8 * n + e % 2);
-                    if ((kBandLast && col < first) || col >= end) {
-                        P.x[m][n][e] = 0.0f;
-                        dS.x[m][n][e] = 0.0f;
-                    }
-                }
-        }
-}
-
 /// Puts what was visible of cleaned queries and keys into dK, dV and dQ.
 DEVICE void restore(const BackwardParams& params, SharedStorage& shared, const Work& work, const Band& band) {
-    const Range queries = {0, params.seqlen_q};
-    auto keys_of = [&](i32 query) { return band.keys_of(query).from(work.keys.first); };
     const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
 #pragma unroll 1
     for (i32 head = work.kv_head * params.group; head < (work.kv_head + 1) * params.group; ++head) {
-        restore_nonfinite<kHeadDim, true>(shared.dK,
-                                          params.q + work.batch * params.q_batch_stride + head * params.q_head_stride,
-                                          params.q_row_stride, queries, keys_of);
-        restore_nonfinite<kHeadDimV>(
-            shared.dV, params.dout + work.batch * params.dout_batch_stride + head * params.dout_head_stride,
-            params.dout_row_stride, queries, keys_of);
+        restore_key_gradients(params, shared.dK, shared.dV, work.batch, head, work.keys, band);
         if constexpr (kSumDq) {
 #pragma unroll 1
             for (i32 key = work.keys.first; key < work.keys.end; ++key)

@@ -82,7 +82,7 @@ FAULTS = [
     ),
     fault(
         "forward: last visible key hidden",
-        "forward_mma.cu",
+        "include/mask_scores.cuh",
         "|| col >= end)",
         "|| col >= end - 1)",
         "off by one at the diagonal and at the last key",
@@ -90,7 +90,7 @@ FAULTS = [
     ),
     fault(
         "forward: first hidden key visible",
-        "forward_mma.cu",
+        "include/mask_scores.cuh",
         "|| col >= end)",
         "|| col > end)",
         "off by one at the diagonal and behind the last key",
@@ -98,7 +98,7 @@ FAULTS = [
     ),
     fault(
         "forward: window one key short",
-        "forward_mma.cu",
+        "include/mask_scores.cuh",
         "col < first)",
         "col <= first)",
         "off by one at the window's left end",
@@ -1657,7 +1657,7 @@ FAULTS = [
     ),
     fault(
         "backward: a hidden query more",
-        "backward_mma.cu",
+        "include/transposed_scores.cuh",
         "|| col >= end)",
         "|| col > end)",
         "off by one at the window's left end",
@@ -1665,7 +1665,7 @@ FAULTS = [
     ),
     fault(
         "backward: a visible query less",
-        "backward_mma.cu",
+        "include/transposed_scores.cuh",
         "col < first)",
         "col <= first)",
         "off by one at the diagonal",
@@ -1673,7 +1673,7 @@ FAULTS = [
     ),
     fault(
         "backward: delta of another row",
-        "backward_mma.cu",
+        "include/transposed_scores.cuh",
         "row_delta = delta[query];",
         "row_delta = delta[query ^ 1];",
         "each query has its own",
@@ -1681,7 +1681,7 @@ FAULTS = [
     ),
     fault(
         "backward: dS is not multiplied by P",
-        "backward_mma.cu",
+        "include/transposed_scores.cuh",
         "p * (dP.x[m][n][e] - row_delta) * score.slope(s);",
         "p * dP.x[m][n][e] * score.slope(s);",
         "softmax without its normalisation",
@@ -1689,7 +1689,7 @@ FAULTS = [
     ),
     fault(
         "backward: no slope",
-        "backward_mma.cu",
+        "include/transposed_scores.cuh",
         "- row_delta) * score.slope(s);",
         "- row_delta);",
         "the soft cap has a derivative",
