@@ -24,6 +24,8 @@ FILES: dict[tuple[str, Task], tuple[str, str]] = {  # (family, task): (source fi
     ("mma", "backward"): ("backward_mma.cu", "backward_mma"),
     ("mma", "backward_dkv"): ("backward_mma.cu", "backward_mma"),
     ("mma", "backward_dq"): ("backward_dq_mma.cu", "backward_dq_mma"),
+    ("v1", "forward"): ("forward_v1.cu", "forward_v1"),
+    ("v1", "backward"): ("backward_v1.cu", "backward_v1"),
     ("simt", "forward"): ("forward_simt.cu", "forward_simt"),
     ("simt", "backward"): ("backward_simt.cu", "backward_simt"),
     ("simt", "backward_dkv"): ("backward_simt.cu", "backward_simt"),
@@ -62,6 +64,8 @@ class Plan:
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
         dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters, if any; 0 where dQ is
             summed in place or has a kernel of its own.
+        kept_floats: float32 workspace in which a forward keeps what it knows of the rows between two visits; 0 where
+            registers do.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from: "tuned: " and the file, "heuristic" or
             "given".
@@ -77,6 +81,7 @@ class Plan:
     configs: tuple[tuple[Task, TileConfig, str], ...]
     dynamic: bool = False
     map_rows: tuple[int, ...] = ()
+    kept_floats: int = 0
 
 
 Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
@@ -151,6 +156,15 @@ def plan_forward(
     if config.family == "standard":
         return _without_launches("forward", config, origin)
     kernel = _kernel("forward", config, problem, vector_bytes, limits)
+    if config.family == "v1":
+        return Plan(
+            launches=((kernel, _blocks(problem.batch * problem.num_heads, 1, 1)),),
+            delta_floats=0,
+            dq_floats=0,
+            section=1,
+            configs=(("forward", config, origin),),
+            kept_floats=_query_blocks(problem, config) * resources.kept_floats(config, problem),
+        )
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize
     blocks = _query_blocks(problem, config)
     wgmma = config.family == "wgmma"
@@ -189,9 +203,9 @@ def _without_launches(task: Task, config: TileConfig, origin: str) -> Plan:
 
 def _sums_in_order(config: TileConfig) -> bool:
     """Whether the one kernel of a backward can add to dQ in the order of the keys."""
-    if config.family == "standard":
-        return True
-    return config.family == "wgmma" and not resources.is_wide("backward", config)
+    if config.family == "wgmma":
+        return not resources.is_wide("backward", config)
+    return config.family in ("v1", "standard")
 
 
 def plan_backward(
@@ -217,6 +231,10 @@ def plan_backward(
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + (4 * problem.head_dim if summed else 0)
     section = _section(problem, problem.seqlen_q * row_bytes * problem.group, problem.num_kv_heads, limits)
 
+    if config.family == "v1":
+        heads = _blocks(problem.batch * problem.num_kv_heads, 1, 1)
+        kept = query_blocks * resources.dq_floats(config, problem)
+        return Plan(((rows, query_blocks), (main, heads)), delta_floats, kept, 1, ((task, config, origin),))
     if summed and config.family == "simt":
         return Plan(((rows, query_blocks), (main, key_blocks)), delta_floats, 0, section, ((task, config, origin),))
     if summed:
@@ -288,7 +306,7 @@ def defines_of(
         "CF_BAND_LAST": int(problem.band.last is not None),
         "CF_SCORE": 2 if problem.softcap else (0 if problem.scale > 0 else 1),
     }
-    if config.family == "mma":
+    if config.family in ("mma", "v1"):
         defines["CF_SPLIT"] = int(problem.dtype == "float32" and problem.precision == "ieee")
     if config.family == "wgmma":
         defines |= {

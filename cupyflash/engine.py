@@ -19,7 +19,7 @@ from .arrays import Array
 from .dispatch import Given, Kernel, Plan, backward_tasks, plan_backward, plan_forward
 from .problem import Problem
 from .resources import Limits
-from .runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR, ParamBlock, ParamStruct
+from .runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR, FORWARD_V1, ParamBlock, ParamStruct
 from .tiles import Task
 
 Launcher = Callable[[ParamBlock, int], None]  # a kernel ready to launch: takes its parameters and a stream
@@ -126,8 +126,17 @@ class Engine:
             if self._before_planning:
                 self._before_planning(("forward",), problem, limits)
             plan = plan_forward(problem, width, limits, self._given, mappable(arrays[:3]))
-            prepared = self._prepare(key, plan, FORWARD_TENSOR if plan.map_rows else FORWARD, arrays)
-        return prepared.launch
+            prepared = self._prepare(key, plan, struct_of("forward", plan), arrays)
+        floats = prepared.plan.kept_floats
+        if not floats:
+            return prepared.launch
+        launch_on, workspace = prepared.launch, self._runtime.workspace
+
+        def launch(q: int, k: int, v: int, out: int, lse: int) -> None:
+            kept, _memory = workspace(floats)
+            launch_on(q, k, v, out, lse, kept)
+
+        return launch
 
     def backward(
         self,
@@ -164,7 +173,7 @@ class Engine:
                 tasks = backward_tasks(problem, limits, self._given, maps and width == 16)
                 self._before_planning(tasks, problem, limits)
             plan = plan_backward(problem, width, limits, self._given, maps)
-            prepared = self._prepare(key, plan, BACKWARD_TENSOR if plan.map_rows else BACKWARD, arrays)
+            prepared = self._prepare(key, plan, struct_of("backward", plan), arrays)
         launch_on, workspace = prepared.launch, self._runtime.workspace
         delta_floats = -(-prepared.plan.delta_floats // 64) * 64  # keeps the sum behind it aligned
         floats = delta_floats + prepared.plan.dq_floats
@@ -214,6 +223,13 @@ class Prepared:
         for launcher in self.launchers:
             launcher(block, stream)
         self._blocks.append(block)
+
+
+def struct_of(direction: str, plan: Plan) -> ParamStruct:
+    """What the kernels of a plan take; direction: "forward" or "backward"."""
+    if direction == "forward":
+        return FORWARD_V1 if plan.kept_floats else FORWARD_TENSOR if plan.map_rows else FORWARD
+    return BACKWARD_TENSOR if plan.map_rows else BACKWARD
 
 
 def prepare(runtime: Runtime, problem: Problem, plan: Plan, struct: ParamStruct, arrays: tuple[Array, ...]) -> Prepared:

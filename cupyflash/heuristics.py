@@ -128,6 +128,23 @@ _BACKWARD_DQ_TIGHT = (
 )
 
 
+# The first FlashAttention: its traffic goes with the number of key tiles, so these are as large as fits. A GPU has few
+# blocks, one per head: each has as many warps as one SM has work for. Forward: (Br, Bc, warps, stages).
+_V1 = (
+    (64, ((128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 1), (32, 32, 2, 1))),
+    (128, ((128, 128, 8, 2), (128, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 1), (32, 32, 2, 1))),
+    (256, ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 2, 1), (16, 16, 1, 1))),
+)
+_V1_TIGHT = (*_V1[:2], (256, _V1[2][1][3:]))  # float32 takes more registers on its way to TF32
+# Backward: (Br, Bc, warps, stages, score_warps_q, grad_warps_d, dq_warps_d).
+_V1_BACKWARD = (
+    (64, ((64, 128, 8, 2, 2, 2, 2), (64, 64, 4, 2, 1, 1, 2), (32, 64, 4, 1, 1, 1, 2), (32, 32, 2, 1, 1, 1, 1))),
+    (128, ((64, 128, 8, 2, 4, 2, 4), (64, 64, 8, 2, 2, 2, 2), (64, 64, 8, 1, 2, 2, 2), (32, 32, 2, 1, 1, 1, 1))),
+    (256, ((64, 64, 8, 2, 4, 4, 4), (64, 64, 8, 1, 4, 4, 4), (32, 32, 4, 1, 2, 4, 4), (32, 32, 4, 1, 2, 2, 2))),
+)
+_V1_BACKWARD_TIGHT = (*_V1_BACKWARD[:2], (256, ((64, 32, 8, 1, 4, 4, 4), *_V1_BACKWARD[2][1][2:])))
+
+
 def candidates(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     """The configurations that can run the task on the GPU, best first; empty if the GPU is too old."""
     return [config for config in listed(task, problem, limits) if why_illegal(task, config, problem, limits) is None]
@@ -139,7 +156,7 @@ def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     The standard algorithm and the first FlashAttention are none that a rule takes: they are asked for, or measured.
     """
     if problem.algorithm == "v1":
-        return [TileConfig("v1", 64, 64, 4)]
+        return _v1_list(task, problem)
     if problem.algorithm == "standard":
         return [STANDARD] if task in ("forward", "backward") else []
     return [*_wgmma_list(task, problem), *_mma_list(task, problem, limits), *_simt_list(task, problem, limits)]
@@ -203,6 +220,23 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
         TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=head_dim <= 64)
         for Br, Bc, warps, stages, score, grad, dq in found
     ]
+
+
+def _v1_list(task: Task, problem: Problem) -> list[TileConfig]:
+    head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
+    tight = problem.itemsize == 4
+    if task == "forward":
+        table = _V1_TIGHT if tight else _V1
+        return [TileConfig("v1", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(table, head_dim)]
+    if task == "backward":
+        found = _first_fit(_V1_BACKWARD_TIGHT if tight else _V1_BACKWARD, head_dim)
+        if problem.band.first is not None and head_dim > 64:
+            found = found[1:]  # a lower bound beside the upper one takes registers that the first does not have
+        return [
+            TileConfig("v1", Br, Bc, warps, stages, 1, score, grad, dq)
+            for Br, Bc, warps, stages, score, grad, dq in found
+        ]
+    return []
 
 
 def _simt_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:

@@ -79,6 +79,8 @@ KNOWN_GPUS = {
 
 def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
     """Dynamic shared memory of a block, in bytes; the size of the kernel's ``SharedStorage``."""
+    if config.family == "standard":
+        return 0
     d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
     size = problem.itemsize
     Br, Bc, stages = config.Br, config.Bc, config.stages
@@ -92,6 +94,8 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
         panels, panels_v = -(-d // _PANEL_COLUMNS), -(-dv // _PANEL_COLUMNS)
         tiles = _PANEL_ROW_BYTES * (64 * consumers * panels + stages * Bc * (panels + panels_v))
         return _round_up(tiles + 8 * (2 * consumers + 4 * stages) + _TILE_BYTES, _PANEL_ALIGNMENT)
+    if config.family == "v1":
+        return _v1_shared_bytes(task, config, d, dv, size)
     if task == "forward":
         streamed = (Br * d + Bc * (d + dv)) * size
         leaving = Br * dv * size
@@ -105,6 +109,16 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
         leaving = Bc * (d + dv) * size
     work = 0 if task == "backward_dq" else _ALIGNMENT  # a few indices, kept beside the tiles
     return _round_up(max(streamed, leaving), _ALIGNMENT) + work
+
+
+def _v1_shared_bytes(task: Task, config: TileConfig, d: int, dv: int, size: int) -> int:
+    Br, Bc, stages = config.Br, config.Bc, config.stages
+    keys = Bc * (d + dv) * size  # K and V, or dK and dV on their way out
+    if task == "forward":
+        return _round_up(keys + stages * Br * max(d, dv) * size, _ALIGNMENT)  # Q, or O on its way out
+    rows = 2 * stages * Br * 4  # LSE and delta
+    flags = _ALIGNMENT
+    return _round_up(keys + (stages * Br * (d + dv) + 2 * Bc * Br) * size + rows, _ALIGNMENT) + flags
 
 
 def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int) -> int:
@@ -131,6 +145,12 @@ def _wide_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int) 
 def is_wide(task: Task, config: TileConfig) -> bool:
     """Whether the kernel is the one for head dims above 128, whose warpgroups have one role each."""
     return config.family == "wgmma" and task == "backward" and config.warps == _WIDE_WARPS
+
+
+def kept_floats(config: TileConfig, problem: Problem) -> int:
+    """float32 workspace in which family "v1" keeps O, m and l of one query tile."""
+    _, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)
+    return config.Br * (dv + 2)
 
 
 def dq_floats(config: TileConfig, problem: Problem) -> int:
@@ -201,10 +221,10 @@ def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits
 
 
 def _why_not_family(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
-    if config.family == "v1":
-        return "its kernels are not part of this version"
     if config.family == "wgmma":
         return _why_not_wgmma(task, config, problem, limits)
+    if config.family == "v1":
+        return _why_not_v1(task, config, problem, limits)
     if task == "backward" and problem.deterministic:
         return "dQ is added to its sum in any order; a deterministic backward has a kernel for dK and dV and one for dQ"
     if config.family == "mma":
@@ -222,6 +242,17 @@ def _why_not_standard(task: Task, config: TileConfig) -> str | None:
     if config != STANDARD:
         return "the standard algorithm has no tiles: Br, Bc and warps are 1, and nothing else is given"
     return None
+
+
+def _why_not_v1(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:
+    if task not in ("forward", "backward"):
+        return f"no v1 kernel for {task} alone: dQ, dK and dV have one kernel"
+    if config.stages > 2:
+        return f"stages is {config.stages}; tiles of queries are fetched between uses (1) or one ahead (2)"
+    if problem.dtype == "float32" and problem.precision == "ieee":
+        return 'no v1 kernel for exact float32; precision="tf32" allows TF32'
+    tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
+    return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)
 
 
 def _why_not_mma(problem: Problem, limits: Limits) -> str | None:

@@ -115,12 +115,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                             params.seqlen_q);
         load_tile<kHeadDimV>(shared.dO[stage], dout + head * params.dout_head_stride, params.dout_row_stride, first,
                              params.seqlen_q);
-        const i64 row = (static_cast<i64>(work.batch) * params.num_heads + head) * params.seqlen_q + first;
-        for (u32 n = thread_index(); n < kBr; n += kThreads) {
-            const bool valid = first + static_cast<i32>(n) < params.seqlen_q;
-            copy_async<4>(&shared.lse[stage][n], params.lse + (valid ? row + n : 0), valid);
-            copy_async<4>(&shared.delta[stage][n], params.delta + (valid ? row + n : 0), valid);
-        }
+        load_rows(params, shared.lse[stage], shared.delta[stage], work.batch, head, first);
         copy_async_commit();
     };
 
@@ -183,16 +178,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                                                                  ColumnMajorB(shared.Q[stage], score_query));
                 warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.V, score_key),
                                                                   ColumnMajorB(shared.dO[stage], score_query));
-                const float* lse = shared.lse[stage] + score_query;
-                const float* delta = shared.delta[stage] + score_query;
-                bool fused = true;
-#pragma unroll
-                for (u32 n = 0; n < kScoreN; ++n)
-                    fused &= fuses(lse[S.col(n, 0)]) && fuses(lse[S.col(n, 1)]);
-                if (warp_any(!fused))
-                    differentiate<false>(S, dP, score, lse, delta);
-                else
-                    differentiate<true>(S, dP, score, lse, delta);
+                differentiate(S, dP, score, shared.lse[stage] + score_query, shared.delta[stage] + score_query);
                 if constexpr (kSplit && !kPlain)
                     unsplittable = !dP.all_finite();
                 if (kBoundary && (!band.all_visible(score_queries, score_keys) || score_queries.end > params.seqlen_q))

@@ -85,6 +85,10 @@ def wgmma_roles(stages, **options):
     )
 
 
+def v1(forward, backward):
+    return (("forward", TileConfig("v1", *forward)), ("backward", TileConfig("v1", *backward)))
+
+
 # Plain multiply-adds with two stages.
 STAGED = tuple((task, TileConfig("simt", 32, 32, 2, 2)) for task in TASKS)
 
@@ -96,6 +100,13 @@ KINDS = {
     "bfloat wide": Kind("bfloat16", (192, 160), PEELED),
     "tf32": Kind("float32", (24, 40), EXCHANGED, precision="tf32"),
     "tf32 registers": Kind("float32", (20, 32), IN_REGISTERS, precision="tf32"),
+    # (Br, Bc, warps, stages), in the backward also blocks per SM and how the warps split the products: by keys and head
+    # dims, by queries, or by both; in the forward a warp has one or two 16-row tiles.
+    "v1": Kind("float16", (40, 24), v1((32, 32, 2, 2), (32, 32, 2, 2, 1, 2, 1, 1))),
+    "v1 narrow": Kind("float16", (59, 17), v1((64, 32, 2, 1), (32, 32, 2, 1, 1, 1, 1, 2))),
+    "v1 tall": Kind("bfloat16", (16, 64), v1((64, 16, 4, 2), (64, 32, 2, 1, 1, 2, 1, 1))),
+    "v1 wide": Kind("bfloat16", (192, 160), v1((32, 48, 2, 1), (32, 64, 8, 2, 1, 2, 2, 4))),
+    "v1 tf32": Kind("float32", (24, 40), v1((32, 32, 2, 2), (32, 32, 2, 2, 1, 2, 1, 1)), precision="tf32"),
     "hopper": Kind("float16", (64, 64), wgmma(128, 32, 12, 2), gpu=TWO_SMS),
     "hopper wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, dynamic=False), gpu=TWO_SMS),
     "hopper three": Kind("bfloat16", (40, 24), wgmma(192, 48, 16, 2, turns=False), gpu=TWO_SMS),
@@ -451,6 +462,29 @@ _SHAPES = {
     ("bfloat simt", "plain"): [(65, 33)],
 }
 
+# One block has all tiles of a head: several of queries and of keys, also where a mask hides some, or all keys of some.
+_V1_SHAPES = {
+    ("v1", "plain"): [(1, 1), (33, 70), (70, 33, 2, 3, 1)],
+    ("v1", "causal"): [(1, 37), (37, 1), (65, 65, 1, 4, 2), (95, 64), (31, 97), (64, 94), (40, 41), (130, 40, 2, 2, 1)],
+    ("v1", "top left"): [(40, 70), (70, 40)],
+    ("v1", "window"): [(64, 64), (33, 97), (97, 33, 2, 2, 2)],
+    ("v1", "left"): [(40, 66), (66, 40), (55, 64)],
+    ("v1", "negative scale"): [(35, 67)],
+    ("v1", "softcap"): [(67, 67, 1, 4, 1)],
+    ("v1", "deterministic causal"): [(65, 33), (97, 97, 2, 2, 1)],
+    ("v1", "deterministic"): [(97, 97, 1, 4, 2)],
+    ("v1", "deterministic softcap"): [(50, 70)],
+    ("v1", "deterministic window"): [(96, 64), (64, 97)],
+    ("v1 narrow", "causal"): [(5, 5), (67, 35, 2, 3, 3), (130, 70)],
+    ("v1 narrow", "deterministic"): [(135, 67)],
+    ("v1 tall", "plain"): [(70, 70)],
+    ("v1 tall", "window"): [(130, 90)],
+    ("v1 tall", "no scale"): [(17, 50)],
+    ("v1 wide", "causal"): [(40, 130), (70, 64)],
+    ("v1 tf32", "causal"): [(65, 65, 1, 4, 2), (40, 97)],
+    ("v1 tf32", "deterministic window"): [(65, 97)],
+}
+
 # Forward only: more tiles than blocks, ragged, groups of heads; blocks of rows some of which see nothing, or nothing
 # of the keys that are loaded first.
 _HOPPER_SHAPES = {
@@ -519,7 +553,26 @@ _LARGEST_CASES = (
 CASES = {
     str(case): case
     for case in (
-        *(Case(*key, shape) for key, shapes in _SHAPES.items() for shape in shapes),
+        *(Case(*key, shape) for key, shapes in (_SHAPES | _V1_SHAPES).items() for shape in shapes),
+        *(Case("v1", "plain", (33, 130), numbers) for numbers in ("large", "falling", "rising", "steep heads")),
+        *(Case("v1", "causal", (40, 70), numbers) for numbers in ("far below", "biased", "overflow")),
+        Case("v1", "deterministic", (70, 70), "overflow"),
+        Case("v1", "plain", (35, 70), "huge", gradients=()),
+        Case("v1", "deterministic diagonal", (35, 35), "steep"),
+        Case("v1", "diagonal", (35, 35), "large"),
+        Case("v1", "causal", (20, 20), "infinite keys", gradients=("dk", "dv")),
+        *(
+            Case(kind, options, (70, 70), numbers)
+            for kind, options in (("v1", "causal"), ("v1", "window"), ("v1 narrow", "causal"), ("v1 tf32", "causal"))
+            for numbers in (*HIDDEN, "infinite key", "infinite value", "nan in a few values")
+        ),
+        *(
+            Case("v1", "causal", (67, 67, 2, 2, 1), layout=layout)
+            for layout in ("heads first", "heads first aligned", "reversed")
+        ),
+        Case("v1", "plain", (40, 40, 2, 4, 4), layout="broadcast"),
+        *(Case(kind, "causal", (35, 70, 2, 2, 1), layout="tight") for kind in ("v1", "v1 narrow", "v1 tf32")),
+        *(Case("v1", "plain", (40, 66, 2, 2, 1), layout=layout) for layout in ("far batches", "far rows")),
         *(Case(kind, "causal", (70, 98), "large") for kind in ("half", "bfloat", "tf32", "float", "split")),
         *(Case(kind, "plain", (33, 130), "falling") for kind in ("half", "tf32", "float", "split")),
         # dQ of such a row is a failure on record: see test_case_29 of test_failure_cases.py.
@@ -621,6 +674,8 @@ CASES = {
                 ("float", "causal", (130, 65, 2, 4, 2)),
                 ("float", "deterministic causal", (97, 70, 2, 2, 1)),
                 ("float staged", "window", (99, 66)),
+                ("v1", "causal", (70, 33, 2, 4, 2)),
+                ("v1 narrow", "deterministic window", (96, 64, 2, 2, 1)),
                 *((kind, "causal", (300, 150, 2, 4, 2)) for kind in BACKWARD_HOPPER if kind != _LARGEST),
             )
             for dlse in ("finite dlse", "hidden dlse", "nan in dlse")
@@ -632,7 +687,7 @@ CASES = {
         *(
             Case(kind, options, (70, 130), "overflow", dlse="scaled dlse")
             for kind, options in (
-                *(("half", "causal"), ("half", "deterministic")),
+                *(("half", "causal"), ("half", "deterministic"), ("v1", "causal")),
                 *(("backward hopper", "causal"), ("backward hopper roles", "causal")),
             )
         ),

@@ -1,5 +1,6 @@
 """The algorithm that a caller asks for is the one that computes, or an error says why not."""
 
+import dataclasses
 import re
 from types import SimpleNamespace
 
@@ -18,6 +19,11 @@ from cupyflash.runtime.host import HostRuntime
 from cupyflash.tiles import ALGORITHM_OF, ALGORITHMS, STANDARD, TASKS, TileConfig
 from cupyflash.tuning import store
 from cupyflash.tuning.entries import Entry, Kind, content, parse
+from cupyflash.tuning.passes import HostMemory
+from cupyflash.tuning.proof import ProofCase, Prover
+from cupyflash.tuning.space import families as families_of
+from cupyflash.tuning.space import space
+from cupyflash.tuning.tasks import Size, TuningTask, default_tasks
 
 H200, A100, T4 = (KNOWN_GPUS[name] for name in ("H200", "A100", "T4"))
 ASKED = tuple(name for name in ALGORITHMS if name != "auto")
@@ -141,6 +147,11 @@ def test_every_family_has_one_algorithm():
 @pytest.mark.parametrize(
     ("algorithm", "gpu", "changes", "forward", "backward"),
     [
+        ("v1", H200, {}, ["v1"], ["v1"]),
+        ("v1", H200, {"deterministic": True}, ["v1"], ["v1"]),
+        ("v1", H200, {"dtype": "float32", "precision": "tf32"}, ["v1"], ["v1"]),
+        ("v1", A100, {"dtype": "bfloat16", "head_dim": 256}, ["v1"], ["v1"]),
+        ("v1", T4, {"head_dim": 128}, ["v1"], ["v1"]),
         ("auto", H200, {}, ["wgmma"], ["wgmma"]),
         ("auto", A100, {}, ["mma"], ["mma"]),
         ("v2", H200, {}, ["mma"], ["mma"]),
@@ -184,6 +195,36 @@ def test_what_v3_cannot_compute(gpu, changes, arrays, reason):
         assert "'auto' takes an algorithm that can" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "changes", "reason"),
+    [
+        (H200, {"dtype": "float32"}, 'tensor cores have no exact float32; precision="tf32" allows them'),
+        (T4, {"dtype": "bfloat16"}, "bfloat16 on tensor cores needs sm_80; Tesla T4 is sm_75"),
+    ],
+)
+def test_what_v1_cannot_compute(gpu, changes, reason):
+    for plan in (dispatch.plan_forward, dispatch.plan_backward):
+        with pytest.raises(dispatch.UnsupportedError, match="algorithm is 'v1', which has no") as raised:
+            plan(problem("v1", **changes), 16, gpu)
+        assert reason in str(raised.value)
+
+
+def test_one_block_per_head():
+    """Of queries in the forward, of keys in the backward; float32 of what lies in memory between two visits."""
+    p = dataclasses.replace(problem("v1", head_dim=40), batch=3, seqlen_q=500, head_dim_v=24)
+    forward, backward = dispatch.plan_forward(p, 16, H200), dispatch.plan_backward(p, 16, H200)
+    ((kernel, blocks),) = forward.launches
+    assert (kernel.name, blocks) == ("forward_v1", 3 * 4)
+    (_, config, _), tiles = forward.configs[0], -(-500 // forward.configs[0][1].Br)
+    assert forward.kept_floats == 3 * 4 * tiles * config.Br * (32 + 2)  # columns of tiles, m and l
+    (rows, row_blocks), (kernel, blocks) = backward.launches
+    assert (rows.name, kernel.name, blocks) == ("backward_rows", "backward_v1", 3 * 2)
+    tiles = -(-500 // backward.configs[0][1].Br)
+    assert row_blocks == 3 * 4 * tiles
+    assert backward.dq_floats == 3 * 4 * tiles * backward.configs[0][1].Br * 48
+    assert backward.delta_floats == 3 * 4 * 500
+
+
 def test_what_v3_cannot_compute_in_one_pass():
     wide = problem("v3", head_dim=256, deterministic=True)
     assert families(dispatch.plan_forward(wide, 16, H200)) == ["wgmma"]
@@ -214,13 +255,14 @@ def measured(monkeypatch, *configs):
     monkeypatch.setattr(store, "find", lambda *_: winners)
 
 
+@pytest.mark.parametrize("config", [STANDARD, TileConfig("v1", 64, 64, 4)])
 @pytest.mark.parametrize("task", ["forward", "backward"])
-def test_auto_takes_what_was_fastest(task, monkeypatch):
-    measured(monkeypatch, STANDARD)
+def test_auto_takes_what_was_fastest(task, config, monkeypatch):
+    measured(monkeypatch, config)
     plan = dispatch.plan_forward if task == "forward" else dispatch.plan_backward
     planned = plan(problem(), 16, H200)
-    assert planned.configs == ((task, STANDARD, "tuned: user NVIDIA_H200.yaml"),)
-    assert planned.launches == ()
+    assert planned.configs == ((task, config, "tuned: user NVIDIA_H200.yaml"),)
+    assert bool(planned.launches) == (config != STANDARD)
     assert families(plan(problem("v3"), 16, H200)) == ["wgmma"]
     assert families(plan(problem("v2"), 16, H200)) == ["mma"]
 
@@ -239,11 +281,41 @@ def test_an_asked_algorithm_takes_its_measured_tiles(monkeypatch):
     assert dispatch.choose("forward", problem("v2"), H200) == (tiles, "tuned: user NVIDIA_H200.yaml")
 
 
+@pytest.mark.parametrize("config", [STANDARD, TileConfig("v1", 64, 128, 8, 2)])
 @pytest.mark.parametrize("task", TASKS)
-def test_standard_in_a_file(task):
-    entry = Entry(Kind.of(task, problem()), STANDARD)
-    assert content(entry)["config"] == {"family": "standard", "Br": 1, "Bc": 1, "warps": 1}
+def test_in_a_file(task, config):
+    entry = Entry(Kind.of(task, problem()), config)
+    assert content(entry)["config"]["family"] == config.family
     assert parse(content(entry)) == entry
+
+
+@pytest.mark.parametrize("task", ["forward", "backward"])
+def test_the_tuner_searches_v1_where_it_is_asked_to(task):
+    described = TuningTask(task, "bfloat16", 64, 64, True, algorithm="v1")
+    assert described.name == f"{task}-bfloat16-d64-masked-v1"
+    found = space(task, described.problem(Size(512, 4)), H200)
+    assert {config.family for config in found} == {"v1"} == set(families_of(found))
+    assert len(found) > 20
+    auto = space(task, TuningTask(task, "bfloat16", 64, 64, True).problem(Size(512, 4)), H200)
+    assert not {"v1", "standard"} & {config.family for config in auto}
+
+
+def test_tasks_of_v1_are_what_it_has_kernels_for():
+    tasks = default_tasks("full", algorithm="v1")
+    assert {task.algorithm for task in tasks} == {"v1"}
+    assert {task.task for task in tasks} == {"forward", "backward"}
+    assert {task.dtype for task in tasks} == {"bfloat16", "tf32"}
+    with pytest.raises(ValueError, match="algorithm is 'v3'; expected one of 'auto', 'v1'"):
+        default_tasks(algorithm="v3")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("task", ["forward", "backward"])
+def test_the_prover_runs_v1(task):
+    """And its workspaces: what a pass is measured with is what a call launches."""
+    described = TuningTask(task, "float16", 64, 64, True, algorithm="v1")
+    prover = Prover(HostRuntime(), HostMemory())
+    prover.prove(described, TileConfig("v1", 32, 32, 2, 2), cases=(ProofCase(70, 45, 2, 1),))
 
 
 # ---- explain
@@ -302,14 +374,14 @@ def test_standard_by_addresses():
 
 @pytest.mark.emulated
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["standard", "v2", "v3"])
+@pytest.mark.parametrize("algorithm", ["standard", "v1", "v2", "v3"])
 def test_emulated(algorithm, monkeypatch):
     loaded = []
     load = HostRuntime.load
     monkeypatch.setattr(HostRuntime, "load", lambda self, *args: loaded.append(args[0].file) or load(self, *args))
     q, k = randn(1, 9, 1, 16, dtype="float16"), randn(1, 33, 1, 16, dtype="float16")
     out, lse = cupyflash.attention(q, k, k, return_lse=True, algorithm=algorithm, device="emulated")
-    files = {"standard": [], "v2": ["forward_mma.cu"], "v3": ["forward_wgmma.cu"]}
+    files = {"standard": [], "v1": ["forward_v1.cu"], "v2": ["forward_mma.cu"], "v3": ["forward_wgmma.cu"]}
     assert loaded == files[algorithm]
     expected, expected_lse = textbook(q, k, k)
     close(out, expected, "float16")

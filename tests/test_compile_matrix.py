@@ -51,10 +51,13 @@ REGISTERS_PER_SM = 65536
 SERIALIZED = re.compile(r"\(C\d+\)|Potential Performance Loss|setmaxnreg")
 
 
-def problem(d=128, dv=None, dtype="float16", band="causal", scale=0.125, softcap=0.0, deterministic=False):
+def problem(
+    d=128, dv=None, dtype="float16", band="causal", scale=0.125, softcap=0.0, deterministic=False, algorithm="auto"
+):
     dtype, precision = ("float32", dtype) if dtype in ("tf32", "ieee") else (dtype, "ieee")
     dv = d if dv is None else dv
-    return Problem(2, 1024, 1024, 4, 2, d, dv, dtype, BANDS[band], scale, softcap, precision, deterministic)
+    sizes = (2, 1024, 1024, 4, 2, d, dv)
+    return Problem(*sizes, dtype, BANDS[band], scale, softcap, precision, deterministic, algorithm)
 
 
 def matrix():
@@ -103,6 +106,25 @@ def matrix():
     cases["sm_90: values of another head dim"] = [
         ("sm_90", run, {"d": d, "dv": dv}) for (d, dv), run in product(((192, 128), (64, 256)), (FORWARD, BACKWARD))
     ]
+    first = {"algorithm": "v1"}
+    for arch in GPUS:
+        cases[f"{arch}: the first FlashAttention"] = [
+            (arch, run, first | {"d": d, "band": band})
+            for d, run, band in product(DIMS, (FORWARD, BACKWARD), ("none", "causal"))
+            if (arch, d, run) != ("sm_75", 256, BACKWARD)  # for which there is not enough shared memory
+        ]
+    cases["the first FlashAttention: other dtypes, bands, scores and head dims"] = [
+        (arch, run, first | changes)
+        for arch, changes, run in product(
+            ("sm_80", "sm_90"),
+            (
+                *({"d": d, "dtype": dtype} for d, dtype in product(DIMS, ("bfloat16", "tf32"))),
+                *({"d": d, "band": "window"} for d in DIMS),
+                *({"scale": -0.1}, {"softcap": 30.0}, {"d": 59}, {"d": 192, "dv": 128}, {"d": 64, "dv": 256}),
+            ),
+            (FORWARD, BACKWARD),
+        )
+    ]
     for arch in ("sm_90", "sm_100", "sm_120"):
         cases[f"{arch}a: the architecture-specific target"] = [(f"{arch}a", run, {}) for run in (FORWARD, BACKWARD)]
     return cases
@@ -112,10 +134,11 @@ def kernels(arch, run, changes):
     """The modules of a pass: all but the first kernel of a module, which has the others in it."""
     p = problem(**changes, deterministic=run == DETERMINISTIC)
     limits, width = UNMEASURED[arch.rstrip("a")], 16 if p.head_dim % 8 == 0 else p.itemsize
-    if run == FORWARD:
+    if run == FORWARD and p.algorithm == "auto":
         plans = [dispatch.plan_forward(p, width, limits, mappable=mappable) for mappable in (True, False)]
     else:
-        plans = [dispatch.plan_backward(p, width, limits)]
+        plan = dispatch.plan_forward if run == FORWARD else dispatch.plan_backward
+        plans = [plan(p, width, limits)]
     return {(kernel.file, kernel.defines): kernel for plan in plans for kernel, _ in plan.launches}.values()
 
 

@@ -1,5 +1,6 @@
 """What compilers are given: flat sources against the C preprocessor, parameter structs against the C++ compiler."""
 
+import itertools
 import re
 import shutil
 import struct
@@ -14,7 +15,7 @@ from cupyflash.runtime import params, source
 KERNELS = Path(kernels_cu.__file__).parent
 KERNEL_FILES = sorted(path.name for path in KERNELS.glob("*.cu"))
 PLATFORMS = {"cuda": "ptx", "emulated": "emulated"}
-STRUCTS = [params.FORWARD, params.FORWARD_TENSOR, params.BACKWARD]
+STRUCTS = [params.FORWARD, params.FORWARD_V1, params.FORWARD_TENSOR, params.BACKWARD]
 LINE = re.compile(r'#line (\d+) "(.+)"')
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
@@ -57,7 +58,7 @@ def test_flat_source_is_what_a_preprocessor_makes_of_the_files(include_folders, 
     of_files = gxx("-E", "-P", "-x", "c++", *include_folders[platform], KERNELS / file).stdout
     of_flat = gxx("-E", "-P", "-x", "c++", "-", text=source.flatten(file, platform)).stdout
     assert preprocessed(of_flat) == preprocessed(of_files)
-    assert "struct ForwardParams" in of_flat or "ForwardTensorParams" in of_flat
+    assert re.search(r"struct Forward(V1|Tensor)?Params", of_flat)
 
 
 @needs_gxx
@@ -175,8 +176,14 @@ def test_maps_and_pointers_come_first_and_are_counted(as_the_compiler_has_it, pa
     assert int(fields[addresses][0]) == param_struct.address_packer.size
 
 
-@pytest.mark.parametrize("param_struct", [params.FORWARD, params.BACKWARD], ids=lambda s: s.name)
-@pytest.mark.parametrize("family", ["_mma", "_simt"])
+@pytest.mark.parametrize(
+    ("param_struct", "family"),
+    [
+        *itertools.product((params.FORWARD, params.BACKWARD), ("_mma", "_simt")),
+        (params.FORWARD_V1, "_v1"),
+        (params.BACKWARD, "_v1"),
+    ],
+)
 def test_every_family_uses_all_strides(param_struct, family):
     assert {name for name in unused([param_struct], family) if name.endswith("_stride")} == set()
 

@@ -17,7 +17,7 @@ from cupyflash.resources import KNOWN_GPUS
 from cupyflash.runtime import source
 from cupyflash.tiles import TASKS, TileConfig
 from cupyflash.tuning import files, kernel_hash
-from cupyflash.tuning.entries import DTYPES, Entry, EntryError, Kind, Measured, Winners, content, parse
+from cupyflash.tuning.entries import DTYPES, FAMILIES, Entry, EntryError, Kind, Measured, Winners, content, parse
 from cupyflash.tuning.merging import arranged, merge, replaced
 
 H200, A100 = KNOWN_GPUS["H200"], KNOWN_GPUS["A100"]
@@ -71,7 +71,11 @@ def test_a_file_by_hand():
     [
         ("Br: 64", "br: 64", "config.br is unknown; expected family, Br, Bc, "),
         ("Bc: 128, warps: 12", "Bc: 128", "config.warps is missing"),
-        ("family: wgmma", "family: hopper", "config.family is 'hopper'; expected one of wgmma, mma, simt"),
+        (
+            "family: wgmma",
+            "family: hopper",
+            "config.family is 'hopper'; expected one of wgmma, mma, simt, v1, standard",
+        ),
         ("warps: 12", "warps: '12'", "config.warps is '12'; expected a whole number from 1"),
         ("warps: 12", "warps: 12.0", "config.warps is 12.0; expected a whole number from 1"),
         ("warps: 12", "warps: true", "config.warps is True; expected a whole number from 1"),
@@ -191,7 +195,7 @@ kinds = st.builds(
 )
 tiles = st.builds(
     TileConfig,
-    family=st.sampled_from(("wgmma", "mma", "simt")),
+    family=st.sampled_from(FAMILIES),
     Br=st.sampled_from((64, 128)),
     Bc=st.just(64),
     warps=st.just(4),
@@ -499,7 +503,7 @@ def test_a_hash_is_that_of_the_code(monkeypatch):
 
 def test_every_kernel_file_has_its_hash():
     hashes = {file: kernel_hash.kernel_hash(family, task) for (family, task), (file, _) in FILES.items()}
-    assert len(set(hashes.values())) == len(hashes) == 7 + 1
+    assert len(set(hashes.values())) == len(hashes) == 9 + 1
 
 
 def test_what_counts_as_stale():

@@ -101,7 +101,7 @@ class CudaBench:
                         raise
                     raise Rejected("compile", str(error)[-2000:]) from None
         self._built += 1
-        return {"registers": max(registers), "spilled_bytes": spilled, "shared_bytes": shared}
+        return {"registers": max(registers, default=0), "spilled_bytes": spilled, "shared_bytes": shared}
 
     def prove(self, task: TuningTask, config: TileConfig, changes: dict[str, Any]) -> None:
         try:

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..dispatch import Plan, plan_backward, plan_forward
-from ..engine import Runtime, prepare
+from ..engine import Launcher, Runtime, prepare, struct_of
 from ..problem import Problem
-from ..runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR
 from ..tiles import Task, TileConfig
 
 Array = Any
@@ -85,12 +84,7 @@ class Pass:
         dlse may be None, which stands for zeros.
         """
         self.plan = plan(runtime, task, config, problem)
-        struct = {
-            (True, True): FORWARD_TENSOR,
-            (True, False): FORWARD,
-            (False, True): BACKWARD_TENSOR,
-            (False, False): BACKWARD,
-        }[task == "forward", bool(self.plan.map_rows)]
+        struct = struct_of("forward" if task == "forward" else "backward", self.plan)
         tensors = tuple(arrays[:4]) if task == "forward" else (*arrays[:5], *arrays[7:10])
         self._pointers = [0 if array is None else runtime.address(array) for array in arrays]
         if task != "forward":
@@ -99,16 +93,23 @@ class Pass:
         self._all = self._prepared.launchers
         self._own = {"backward_dkv": self._all[:2], "backward_dq": self._all[2:]}.get(task, self._all)
         self._arrays = arrays  # kept alive
+        self._workspace = runtime.workspace
 
     def launch(self) -> None:
         """Launches what belongs to the task, on the current stream."""
-        self._prepared.launchers = self._own
-        self._prepared.launch(*self._pointers)
+        self._launch(self._own)
 
     def launch_all(self) -> None:
         """Launches the whole pass."""
-        self._prepared.launchers = self._all
-        self._prepared.launch(*self._pointers)
+        self._launch(self._all)
+
+    def _launch(self, launchers: list[Launcher]) -> None:
+        self._prepared.launchers = launchers
+        if self.plan.kept_floats:
+            kept, _memory = self._workspace(self.plan.kept_floats)
+            self._prepared.launch(*self._pointers, kept)
+        else:
+            self._prepared.launch(*self._pointers)
 
 
 def plan(runtime: Runtime, task: Task, config: TileConfig, problem: Problem) -> Plan:

@@ -13,7 +13,7 @@ from ..tiles import Task, TileConfig, tile_head_dims
 
 # Fewer left for addresses and operands than this, and everything spills. A consumer warpgroup takes its operands from
 # shared memory by descriptors.
-_SPARE_REGISTERS = {"mma": 24, "wgmma": 16, "simt": 72}
+_SPARE_REGISTERS = {"mma": 24, "v1": 24, "wgmma": 16, "simt": 72}
 AXES = tuple(field.name for field in fields(TileConfig) if field.name != "family")
 Point = tuple[int, ...]  # indices into the values of each axis
 
@@ -38,7 +38,7 @@ def families(configs: Sequence[TileConfig]) -> dict[str, list[TileConfig]]:
     They are slower than tensor cores and take every layout that "mma" takes. Exact float32 has "mma" only on GPUs
     where that holds, see ``heuristics.split_pays``.
     """
-    found = {family: [c for c in configs if c.family == family] for family in ("wgmma", "mma", "simt")}
+    found = {family: [c for c in configs if c.family == family] for family in ("wgmma", "mma", "v1", "simt")}
     if found["mma"]:
         del found["simt"]
     return {family: members for family, members in found.items() if members}
@@ -94,6 +94,8 @@ def _simt_registers(task: Task, config: TileConfig, problem: Problem) -> int:
 
 
 def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
+    if problem.algorithm == "v1":
+        return (yield from _all_v1(task))
     if heuristics.is_exact(problem):
         if heuristics.split_pays(limits):
             yield from _all_split(task)
@@ -126,6 +128,15 @@ def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
                 if task == "backward" or not dq_first:
                     yield TileConfig("mma", Br, Bc, warps, stages, 1, split, split, dq, dq_first)
     yield from _all_simt(task)
+
+
+def _all_v1(task: Task) -> Iterator[TileConfig]:
+    for Br, Bc, warps, stages in product((32, 64, 128), (32, 64, 96, 128, 192, 256), (4, 8), (1, 2)):
+        if task == "forward":
+            yield TileConfig("v1", Br, Bc, warps, stages)
+        elif task == "backward":
+            for score, grad, dq in product((1, 2, 4), repeat=3):
+                yield TileConfig("v1", Br, Bc, warps, stages, 1, score, grad, dq)
 
 
 def _all_split(task: Task) -> Iterator[TileConfig]:

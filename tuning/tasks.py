@@ -8,7 +8,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from ..problem import Problem
+from ..problem import Problem, one_of
 from ..tiles import TASKS, Task
 
 DtypeKind = Literal["bfloat16", "float16", "tf32", "float32"]
@@ -48,6 +48,7 @@ class TuningTask:
         head_dim, head_dim_v: of q and k, and of v.
         masked: with a causal mask, which stands for every band.
         sizes: that are measured, each of which has winners of its own; kernels do not depend on them.
+        algorithm: whose kernels are searched, as in ``attention``. "auto" leaves out "v1", which is rarely right.
     """
 
     task: Task
@@ -56,12 +57,14 @@ class TuningTask:
     head_dim_v: int
     masked: bool
     sizes: tuple[Size, ...] = ()
+    algorithm: str = "auto"
 
     @property
     def name(self) -> str:
         """Says all but the sizes, without spaces: ``forward-bfloat16-d128-masked``."""
         dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
-        return f"{self.task}-{self.dtype}-{dims}-{'masked' if self.masked else 'full'}"
+        algorithm = "" if self.algorithm == "auto" else f"-{self.algorithm}"
+        return f"{self.task}-{self.dtype}-{dims}-{'masked' if self.masked else 'full'}{algorithm}"
 
     def problem(self, size: Size, **changes: Any) -> Problem:
         """What is measured at a size; ``changes`` are ``heads``, ``kv_heads``, ``seqlen_k``, ``dtype`` or options of
@@ -79,6 +82,7 @@ class TuningTask:
             "causal": self.masked,
             "precision": "tf32" if self.dtype == "tf32" else None,
             "deterministic": self.task in ("backward_dkv", "backward_dq"),
+            "algorithm": self.algorithm,
         }
         return Problem.of(
             array(seqlen, heads, self.head_dim),
@@ -107,14 +111,17 @@ def default_tasks(
     dtypes: Sequence[str] = (),
     head_dims: Sequence[int] = (),
     lengths: Sequence[int] = (),
+    algorithm: str = "auto",
 ) -> list[TuningTask]:
     """What is tuned if nobody says otherwise, the most used first; each argument that is not empty replaces a choice.
 
-    Quick leaves out deterministic gradients of float32, and float16, which shares bfloat16's winners.
+    Quick leaves out deterministic gradients of float32, and float16, which shares bfloat16's winners. ``algorithm``:
+    "auto" or "v1", which has kernels of its own for what tensor cores compute.
 
     Raises:
-        ValueError: an unknown task or dtype, or a size that is not positive.
+        ValueError: an unknown task, dtype or algorithm, or a size that is not positive.
     """
+    one_of("algorithm", algorithm, ("auto", "v1"))
     for what, given, known in (("tasks", tasks, TASKS), ("dtypes", dtypes, DTYPE_KINDS)):
         for name in given:
             if name not in known:
@@ -123,8 +130,9 @@ def default_tasks(
         if any(number < 1 for number in numbers):
             raise ValueError(f"{what} is {list(numbers)}; sizes are positive")
     return [
-        TuningTask(task, dtype, head_dim, head_dim, masked, sizes(dtype, lengths))
+        TuningTask(task, dtype, head_dim, head_dim, masked, sizes(dtype, lengths), algorithm)
         for task, dtype, head_dim, masked in _listed(effort, tasks, dtypes, head_dims)
+        if algorithm == "auto" or (task in ("forward", "backward") and dtype != "float32")
     ]
 
 

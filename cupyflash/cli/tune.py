@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", type=_listed(str), default=[], help="as in bfloat16,float16,tf32,float32")
     parser.add_argument("--head-dims", type=_listed(int), default=[], help="as in 64,128,256")
     parser.add_argument("--lengths", type=_listed(int), default=[], help="of the sequences that are measured")
+    parser.add_argument(
+        "--algorithm",
+        choices=("auto", "v1"),
+        default="auto",
+        help="v1: its kernels, which auto leaves out",
+    )
     parser.add_argument("--budget", type=seconds, help="time after which no more is measured, as in 30s or 10m")
     parser.add_argument(
         "--effort", choices=("quick", "full"), default="quick", help="full measures every configuration"
@@ -51,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     """
     from cupyflash.tuning.tasks import default_tasks
 
-    tasks = default_tasks(options.effort, options.tasks, options.dtypes, options.head_dims, options.lengths)
+    chosen = (options.tasks, options.dtypes, options.head_dims, options.lengths)
+    tasks = default_tasks(options.effort, *chosen, options.algorithm)
     if options.gpu and not options.dry_run:
         raise ValueError("--gpu plans for a GPU that is not there: it needs --dry-run")
     if options.dry_run:

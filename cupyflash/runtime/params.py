@@ -109,6 +109,9 @@ FORWARD = ParamStruct(
     ),
 )
 
+# Of family "v1", whose rows lie in a workspace between two visits.
+FORWARD_V1 = ParamStruct("ForwardV1Params", (*FORWARD.fields[:5], ("kept", "float*"), *FORWARD.fields[5:]))
+
 # For kernels that load with the tensor memory accelerator: the maps of q, k and v, then as above.
 FORWARD_TENSOR = ParamStruct(
     "ForwardTensorParams",
@@ -147,6 +150,11 @@ BACKWARD_TENSOR = ParamStruct(
 def header() -> str:
     """The structs without tensor maps, as the text that kernels include as ``params.cuh``."""
     return '#include "traits.cuh"\n\n' + FORWARD.declaration() + "\n" + BACKWARD.declaration()
+
+
+def v1_header() -> str:
+    """The struct of the first FlashAttention's forward: ``v1_params.cuh``."""
+    return '#include "traits.cuh"\n\n' + FORWARD_V1.declaration()
 
 
 def tensor_header() -> str:

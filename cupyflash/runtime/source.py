@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 _KERNELS = files("cupyflash.kernels_cu")
 _INCLUDE = re.compile(r'^#include "([^"]+)"\s*$')
 _PLATFORM_FOLDERS = {"cuda": "ptx", "emulated": "emulated"}
-_GENERATED = {"params.cuh": params.header, "tensor_params.cuh": params.tensor_header}
+_GENERATED = {
+    "params.cuh": params.header,
+    "v1_params.cuh": params.v1_header,
+    "tensor_params.cuh": params.tensor_header,
+}
 
 
 @cache

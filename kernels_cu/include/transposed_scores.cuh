@@ -3,6 +3,7 @@
 #include "band.cuh"
 #include "hidden.cuh"
 #include "params.cuh"
+#include "platform/cp_async.cuh"
 #include "probability.cuh"
 #include "score.cuh"
 #include "traits.cuh"
@@ -20,6 +21,17 @@ constexpr u32 kGradN = kD / (8 * kWarpsGradD), kGradNV = kDv / (8 * kWarpsGradD)
 
 using ScoreTile = Accumulator<kScoreM, kScoreN>;
 using WeightTile = SharedTile<Element, kBc, kBr>;  // P^T or dS^T
+
+/// Starts copying LSE and delta of a query tile's rows; those beyond the last query become 0.
+DEVICE void load_rows(const BackwardParams& params, float (&lse)[kBr], float (&delta)[kBr], i32 batch, i32 head,
+                      i32 first_query) {
+    const i64 row = (static_cast<i64>(batch) * params.num_heads + head) * params.seqlen_q + first_query;
+    for (u32 n = thread_index(); n < kBr; n += kThreads) {
+        const bool valid = first_query + static_cast<i32>(n) < params.seqlen_q;
+        copy_async<4>(&lse[n], params.lse + (valid ? row + n : 0), valid);
+        copy_async<4>(&delta[n], params.delta + (valid ? row + n : 0), valid);
+    }
+}
 
 /// S^T becomes P^T and dP^T becomes dS^T, in registers.
 template <bool kFused>
@@ -40,6 +52,18 @@ DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const
                     dP.x[m][n][e] = p * (dP.x[m][n][e] - row_delta) * score.slope(s);
                 }
         }
+}
+
+/// The same, precise enough for any LSE; the warp's lanes go one way.
+DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const float* lse, const float* delta) {
+    bool fused = true;
+#pragma unroll
+    for (u32 n = 0; n < kScoreN; ++n)
+        fused &= fuses(lse[S.col(n, 0)]) && fuses(lse[S.col(n, 1)]);
+    if (warp_any(!fused))
+        differentiate<false>(S, dP, score, lse, delta);
+    else
+        differentiate<true>(S, dP, score, lse, delta);
 }
 
 /// Clears P and dS of pairs that do not see each other.
