@@ -5,6 +5,7 @@ call, and lie between guards that must survive it.
 """
 
 import ctypes
+import dataclasses
 import functools
 
 import numpy as np
@@ -104,6 +105,12 @@ class KernelBackend(Backend):
 
     dtypes = ("float16", "bfloat16", "float32")
     max_head_dim = 256
+    algorithm = "auto"
+
+    def require(self, problem):
+        super().require(problem)
+        if self.algorithm == "v1" and problem.dtype == "float32" and problem.precision == "ieee":
+            pytest.skip(f"{self.name} has no exact float32")
 
     @staticmethod
     def unit_stride(array):
@@ -115,6 +122,7 @@ class KernelBackend(Backend):
             out[...] = 0
             lse[...] = -np.inf
             return
+        problem = dataclasses.replace(problem, algorithm=self.algorithm)
         self._launch("forward", problem, [*map(self.unit_stride, (q, k, v))], [out, lse])
 
     def _backward(self, problem, dout, q, k, v, out, lse, dq, dk, dv, dlse):
@@ -122,6 +130,7 @@ class KernelBackend(Backend):
             for gradient in (dq, dk, dv):
                 gradient[...] = 0
             return
+        problem = dataclasses.replace(problem, algorithm=self.algorithm)
         inputs = [*map(self.unit_stride, (dout, q, k, v, out)), lse]
         self._launch("backward", problem, inputs, [dq, dk, dv], [] if dlse is None else [dlse])
 
@@ -131,9 +140,11 @@ class GpuBackend(KernelBackend):
 
     name = "gpu"
 
-    def __init__(self, tiles=None):
-        """Tiles that are not to be chosen."""
+    def __init__(self, tiles=None, algorithm="auto"):
+        """Tiles that are not to be chosen, and what is asked for."""
         self._tiles = tiles
+        if algorithm != "auto":
+            self.algorithm, self.name = algorithm, f"gpu {algorithm}"
 
     @functools.cached_property
     def _engine(self):
@@ -204,4 +215,6 @@ class EmulatedBackend(KernelBackend):
         getattr(self._engine, method)(problem, *inputs, *outputs, *more_inputs)
 
 
-BACKENDS = {backend.name: backend for backend in (CpuBackend(), GpuBackend(), EmulatedBackend())}
+BACKENDS = {
+    backend.name: backend for backend in (CpuBackend(), GpuBackend(), GpuBackend(algorithm="v1"), EmulatedBackend())
+}

@@ -17,6 +17,7 @@ for variable in ("CUPYFLASH_CONFIG", "CUPYFLASH_TUNE"):
     params=[
         "cpu",
         pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("gpu v1", marks=pytest.mark.gpu),
         pytest.param("emulated", marks=[pytest.mark.emulated, pytest.mark.slow]),
     ]
 )

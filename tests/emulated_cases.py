@@ -505,6 +505,7 @@ _HOPPER_NUMBERS = {
     "diagonal": ["large", "steep"],
     "softcap": ["steep heads"],
 }
+V1 = [kind for kind in KINDS if kind.startswith("v1")]
 HOPPER = [kind for kind in KINDS if kind.startswith("hopper")]
 
 # Blocks own 128 or 64 keys: some that no query sees, several heads of a group, tiles in which the keys of one consumer
