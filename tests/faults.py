@@ -1697,7 +1697,7 @@ FAULTS = [
     ),
     fault(
         "backward: fused for all if for one",
-        "backward_mma.cu",
+        "include/transposed_scores.cuh",
         "if (warp_any(!fused))",
         "if (false)",
         "a dropped careful path",
@@ -1962,9 +1962,10 @@ FAULTS = [
         "v1 forward: heads share what is kept",
         "forward_v1.cu",
         "static_cast<i64>(block_index()) * query_tiles * KeptRows::kFloats",
-        "static_cast<i64>(head) * query_tiles * KeptRows::kFloats",
-        "of two batch entries, at the same time",
-        "v1, plain, 70x33x2x3x1",
+        "0 * static_cast<i64>(head) * query_tiles * KeptRows::kFloats",
+        "several blocks at once, as with workers",
+        "v1, deterministic causal, 97x97x2x2x1",
+        "v1, deterministic, 97x97x1x4x2",
     ),
     fault(
         "v1 forward: keys of the first head",
@@ -1997,15 +1998,6 @@ FAULTS = [
         "// this visit's tiles",
         "other threads' copies have not landed",
         "v1, plain, 33x70",
-    ),
-    fault(
-        "v1 backward: no barrier before K is overwritten",
-        "backward_v1.cu",
-        "block_sync();  // nobody reads dK and dV of the keys before any more",
-        "",
-        "dK and dV have not left",
-        "v1, plain, 33x70",
-        "v1 narrow, causal, 130x70",
     ),
     fault(
         "v1 backward: dQ leaves while Q is read",
@@ -2098,7 +2090,7 @@ FAULTS = [
         " || score_queries.end > params.seqlen_q",
         "",
         "their P is exp(0 - 0)",
-        "v1, plain, 33x70",
+        "v1, plain, 33x70, infinite key",
     ),
     fault(
         "v1 backward: queries that see nothing are not written",
@@ -2114,7 +2106,7 @@ FAULTS = [
         "hidden_nonfinite = shared.nonfinite_key;",
         "",
         "0 x NaN is NaN",
-        "v1, causal, 70x70, hidden key",
+        "v1, causal, 70x70, infinite key",
     ),
     fault(
         "v1 backward: K stays clean",
@@ -2133,7 +2125,7 @@ FAULTS = [
         "if (kBand && shared.nonfinite_keys)",
         "if (false)",
         "queries that see the key have NaN",
-        "v1, causal, 70x70, hidden key",
+        "v1, causal, 70x70, infinite key",
     ),
     fault(
         "v1 backward: dK and dV are not restored",

@@ -27,6 +27,8 @@ CASES = [
     "float, causal, 65x130",
     "float, deterministic causal, 70x70",
     "half, causal, 70x33x2x4x2, finite dlse",
+    "v1, causal, 65x65x1x4x2",
+    "v1 narrow, causal, 70x70, hidden key",
     "backward hopper, causal, 300x150x2x4x2, hidden dlse",
 ]
 
@@ -42,28 +44,28 @@ def test_kernels_read_what_was_written(case):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "reader"),
+    ("file", "old", "reader"),
     [
         (  # shared memory
-            "copy_async<4>(&shared.lse[stage][n], params.lse + (valid ? row + n : 0), valid);",
-            "",
+            "include/transposed_scores.cuh",
+            "copy_async<4>(&lse[n], params.lse + (valid ? row + n : 0), valid);",
             "fused &= fuses(lse[S.col(n, 0)])",
         ),
         (  # the workspace
+            "backward_mma.cu",
             "prepare_rows(params);",
-            "",
-            "copy_async<4>(&shared.delta[stage][n], params.delta + (valid ? row + n : 0), valid);",
+            "copy_async<4>(&delta[n], params.delta + (valid ? row + n : 0), valid);",
         ),
     ],
     ids=["shared", "global"],
 )
-def test_planted_read_is_reported_with_its_line(tmp_path, old, new, reader):
-    fault = faults.fault("", "backward_mma.cu", old, new, "")
+def test_planted_read_is_reported_with_its_line(tmp_path, file, old, reader):
+    fault = faults.fault("", file, old, "", "")
     sources = faults.planted(fault, tmp_path)
     found = re.search(
         r"reads memory that nobody has written; (addr2line -i -e \S+ \S+) names the line",
         faults.failure("half, plain, 33x70", sources),
     )
     lines = subprocess.run(found[1].split(), check=True, capture_output=True, text=True).stdout
-    text = (sources / fault.file).read_text()
-    assert f"{fault.file}:{text[: text.index(reader)].count(chr(10)) + 1}" in lines, lines
+    text = (sources / "include" / "transposed_scores.cuh").read_text()
+    assert f"transposed_scores.cuh:{text[: text.index(reader)].count(chr(10)) + 1}" in lines, lines
