@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +13,7 @@ import numpy as np
 from . import arrays
 from .api import Options, Window
 from .arrays import Array
-from .problem import Problem
+from .problem import Band, Problem, shape_in
 
 
 def standard_attention(
@@ -26,9 +30,11 @@ def standard_attention(
 ) -> Any:
     """The textbook computation in three steps, S = q k^T, P = softmax(S), out = P v, with S and P held in memory.
 
-    The baseline that ``attention`` is measured against: the same arguments, the same results up to rounding, and the
-    whole score matrix in float32 (float64 for float64 arrays), in which all three steps compute. Unlike ``attention``
-    it lets a NaN or Inf in a masked row of v reach the result.
+    The baseline that ``attention`` is measured against: the same arguments, the same results up to rounding, and a
+    whole score matrix. On the GPU the products are cuBLAS's, in the dtype of the arrays with sums in float32, and S and
+    P are stored in that dtype, P in the place of S: B H Sq Sk elements. Scores of float16 arrays must therefore not
+    exceed 65504, and are rounded before the softmax. On the CPU all steps compute and store float32. float64 arrays are
+    float64 throughout. Unlike ``attention`` it lets a NaN or Inf in a masked row of v reach the result.
 
     Args:
         q, k, v, causal, scale, layout, window, softcap, return_lse: as in ``attention``, any head dimension.
@@ -38,6 +44,7 @@ def standard_attention(
 
     Raises:
         TypeError, ValueError, ImportError: as ``attention`` does.
+        MemoryError: S and P do not fit; the message says how large they are.
 
     Example:
         >>> import numpy as np, cupyflash
@@ -46,7 +53,8 @@ def standard_attention(
         True
 
     References:
-        Vaswani et al., Attention Is All You Need, arXiv:1706.03762, equation 1.
+        Vaswani et al., Attention Is All You Need, arXiv:1706.03762, equation 1; Dao et al., FlashAttention,
+        arXiv:2205.14135, Algorithm 0.
     """
     options = Options(causal, scale, layout, window, softcap)
     return arrays.through(_standard, {"q": q, "k": k, "v": v}, {}, options, return_lse)
@@ -59,23 +67,33 @@ def _standard(q: Array, k: Array, v: Array, options: Options, return_lse: bool) 
     return (out, lse) if return_lse else out
 
 
-def forward(
-    problem: Problem, layout: str, q: Array, k: Array, v: Array, out: Array | None = None
-) -> tuple[Array, Array]:
-    """(out, lse) of a checked problem, on the GPU that is current; writes to ``out`` if it is given."""
-    steps = _Steps(problem, layout, q, k, v)
-    xp, wide, S = steps.xp, steps.wide, steps.S
-    m = S.max(axis=-1, keepdims=True) if problem.scores else xp.zeros((*S.shape[:4], 1), wide)
-    m = xp.where(m == -np.inf, wide(0), m)
-    P = xp.exp(S - m)
-    l = P.sum(axis=-1, keepdims=True)
-    sees_none = l == 0
-    l = xp.where(sees_none, wide(1), l)
-    result = steps.result(P @ steps.V / l, q.dtype)
-    lse = xp.where(sees_none, wide(-np.inf), m + xp.log(l)).reshape(steps.rows)
+def forward(problem: Problem, layout: str, q: Array, k: Array, v: Array, out: Array | None = None) -> tuple[Any, Any]:
+    """(out, lse) of checked NumPy arrays, or CuPy arrays on the current device, in ``layout``.
+
+    Args:
+        problem: of these arrays.
+        out: where to write the result; a new array by default.
+
+    Returns:
+        out, and lse, (B, H, Sq), float32 (float64 for float64 arrays).
+
+    Raises:
+        MemoryError: S does not fit.
+    """
+    xp = arrays.module_of(q)
     if out is None:
-        return result, lse
-    out[...] = result
+        shape = shape_in(layout, problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+        out = xp.empty(shape, q.dtype)
+    lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), _wide(problem))
+    rows, attending = _attending(problem)
+    target, views = _bshd(layout, out), [_bshd(layout, x) for x in (q, k, v)]
+    if attending.seqlen_q < problem.seqlen_q or not attending.scores:
+        _fill(out, 0)
+        _fill(lse, -np.inf)
+    if attending.scores:
+        q, k, v = views
+        with _score_matrices(attending, "forward", xp):
+            _backend(xp).forward(attending, q[:, rows], k, v, target[:, rows], lse[:, :, rows])
     return out, lse
 
 
@@ -89,49 +107,81 @@ def backward(
     out: Array,
     lse: Array,
     dlse: Array | None = None,
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of a checked problem, on the GPU that is current."""
-    steps = _Steps(problem, layout, q, k, v)
-    xp, wide, S = steps.xp, steps.wide, steps.S
-    dO, O = steps.heads(dout), steps.heads(out)
-    rows = lse.reshape(S.shape[:4])[..., None]
-    sees = ~xp.isneginf(rows)
-    P = xp.where(sees & ~xp.isneginf(S), xp.exp(S - xp.where(sees, rows, wide(0))), wide(0))
-    dO = xp.where(sees, dO, wide(0))
-    D = (dO * O).sum(axis=-1, keepdims=True)
-    if dlse is not None:
-        D = D - dlse.reshape(rows.shape)
-    dS = xp.where(P > 0, P * (dO @ steps.V.swapaxes(-1, -2) - D) * steps.slope, wide(0)) * wide(problem.scale)
-    dK, dV = ((x.swapaxes(-1, -2) @ y).sum(axis=2, keepdims=True) for x, y in ((dS, steps.Q), (P, dO)))
-    return steps.result(dS @ steps.K, q.dtype), steps.result(dK, k.dtype), steps.result(dV, v.dtype)
+) -> tuple[Any, Any, Any]:
+    """(dq, dk, dv) from the results of ``forward``, new C-contiguous arrays; dlse (None: zero) is the gradient of lse.
+
+    P is computed again from S and lse, and not kept from the forward: two matrices of Sq x Sk are in memory at a time,
+    P in the place of S, and dS in the place of dP. lse and out may be those of a larger set of keys.
+
+    Raises:
+        MemoryError: P and dS do not fit.
+    """
+    xp = arrays.module_of(q)
+    dq, dk, dv = gradients = tuple(xp.empty(x.shape, x.dtype) for x in (q, k, v))
+    rows, attending = _attending(problem)
+    if attending.seqlen_q < problem.seqlen_q or not attending.scores:
+        for gradient in gradients:
+            _fill(gradient, 0)
+    if attending.scores:
+        lse, dlse = (None if x is None else xp.ascontiguousarray(x)[:, :, rows] for x in (lse, dlse))
+        dout, q, k, v, out, *views = (_bshd(layout, x) for x in (dout, q, k, v, out, *gradients))
+        with _score_matrices(attending, "backward", xp):
+            _backend(xp).backward(
+                attending, dout[:, rows], q[:, rows], k, v, out[:, rows], lse, views[0][:, rows], *views[1:], dlse
+            )
+    return dq, dk, dv
 
 
-class _Steps:
-    """What both passes share: operands as (B, Hk, group, S, D) and the scores, -inf where they are hidden."""
+def score_bytes(problem: Problem, direction: str, on_gpu: bool) -> int:
+    """Memory that score matrices take at a time: one in the forward (S, then P), two in the backward (P and dS)."""
+    itemsize = problem.itemsize if on_gpu or problem.dtype == "float64" else 4
+    return problem.scores * itemsize * (2 if direction == "backward" else 1)
 
-    def __init__(self, problem: Problem, layout: str, q: Array, k: Array, v: Array) -> None:
-        self.problem, self.layout = problem, layout
-        self.xp = xp = arrays.module_of(q)
-        self.wide = wide = np.float64 if problem.dtype == "float64" else np.float32
-        self.rows = (problem.batch, problem.num_heads, problem.seqlen_q)
-        self.Q, self.K, self.V = self.heads(q), self.heads(k), self.heads(v)
-        S = self.Q @ self.K.swapaxes(-1, -2) * wide(problem.scale)
-        self.slope: Array = wide(1)
-        if problem.softcap:
-            capped = xp.tanh(S / wide(problem.softcap))
-            S, self.slope = capped * wide(problem.softcap), 1 - capped * capped
-        visible = problem.band.visible(xp.arange(problem.seqlen_q)[:, None], xp.arange(problem.seqlen_k))
-        self.S = xp.where(visible, S, wide(-np.inf))
 
-    def heads(self, array: Array) -> Array:
-        """An array as (B, Hk, its heads per key/value head, S, D), in the precision of all steps."""
-        array = array.transpose(0, 2, 1, 3) if self.layout == "bshd" else array
-        batch, heads, length, columns = array.shape
-        kv_heads = self.problem.num_kv_heads
-        return array.astype(self.wide).reshape(batch, kv_heads, heads // kv_heads if kv_heads else 1, length, columns)
+@contextlib.contextmanager
+def _score_matrices(problem: Problem, direction: str, xp: Any) -> Iterator[None]:
+    """Says how large the score matrices are if there is no memory for them."""
+    try:
+        yield
+    except MemoryError as error:
+        what = "S, and P in its place" if direction == "forward" else "P and dS"
+        size = score_bytes(problem, direction, xp is not np)
+        raise MemoryError(
+            f"standard attention holds {what}: {size / 2**30:,.4g} GiB for {problem.seqlen_q:,} x {problem.seqlen_k:,} "
+            f"scores of {problem.batch * problem.num_heads} heads, and there is no memory for them; attention needs none"
+        ) from error
 
-    def result(self, array: Array, dtype: Any) -> Array:
-        """What ``heads`` made, in the caller's layout and dtype."""
-        with np.errstate(over="ignore", invalid="ignore"):  # what float16 cannot hold becomes infinite
-            array = array.astype(dtype).reshape(array.shape[0], array.shape[1] * array.shape[2], *array.shape[3:])
-        return self.xp.ascontiguousarray(array.transpose(0, 2, 1, 3)) if self.layout == "bshd" else array
+
+def _attending(problem: Problem) -> tuple[slice, Problem]:
+    """The rows of queries that see some key, and their problem. What the others hold takes part in nothing.
+
+    They are consecutive: a causal mask leaves out the first rows, the left side of a window the last.
+    """
+    first, last = problem.band.first, problem.band.last
+    begin = 0 if last is None else max(0, -last)
+    end = problem.seqlen_q if first is None else min(problem.seqlen_q, problem.seqlen_k - first)
+    if first is not None and last is not None and first > last:
+        end = begin
+    begin, end = min(begin, problem.seqlen_q), max(begin, end)
+    if (begin, end) == (0, problem.seqlen_q):
+        return slice(None), problem
+    band = Band.of(
+        None if first is None else first + begin, None if last is None else last + begin, end - begin, problem.seqlen_k
+    )
+    return slice(begin, end), replace(problem, seqlen_q=end - begin, band=band)
+
+
+def _backend(xp: Any) -> Any:
+    return importlib.import_module(".standard_cpu" if xp is np else ".standard_gpu", __package__)
+
+
+def _fill(array: Array, value: float) -> None:
+    array[...] = value
+
+
+def _bshd(layout: str, x: Array) -> Array:
+    return x.transpose(0, 2, 1, 3) if layout == "bhsd" else x
+
+
+def _wide(problem: Problem) -> type:
+    return np.float64 if problem.dtype == "float64" else np.float32

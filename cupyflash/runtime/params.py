@@ -11,9 +11,9 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 
-_POINTERS = {"const Element*", "Element*", "const float*", "float*", "u32*"}
+_POINTERS = {"const Element*", "Element*", "const float*", "float*", "const Wide*", "Wide*", "u32*"}
 _MAP = "TensorMap"
-_FORMATS = {"i64": "q", "i32": "i", "float": "f", _MAP: "128s"} | dict.fromkeys(_POINTERS, "Q")
+_FORMATS = {"i64": "q", "double": "d", "i32": "i", "float": "f", _MAP: "128s"} | dict.fromkeys(_POINTERS, "Q")
 _MAP_ALIGNMENT = 64
 
 
@@ -23,7 +23,7 @@ class ParamStruct:
 
     Attributes:
         name: of the C++ type.
-        fields: (name, C++ type) in memory order: tensor maps, pointers, then i64, then 4-byte fields.
+        fields: (name, C++ type) in memory order: tensor maps, pointers, then 8-byte fields, then 4-byte ones.
     """
 
     name: str
@@ -146,6 +146,47 @@ BACKWARD_TENSOR = ParamStruct(
     "BackwardTensorParams", (*((f"{name}_map", _MAP) for name in ("dout", "q", "k", "v")), *BACKWARD.fields)
 )
 
+# Of standard attention, whose scores lie in memory: rows of all heads, one after the other, `row_stride` apart.
+_SCORE_ROWS = (
+    ("row_stride", "i64"),
+    ("lse_head_stride", "i64"),
+    ("rows", "i64"),
+    ("softcap", "double"),
+    ("seqlen_q", "i32"),
+    ("seqlen_k", "i32"),
+    ("band_first", "i32"),
+    ("band_last", "i32"),
+)
+
+SOFTMAX = ParamStruct("SoftmaxParams", (("scores", "Element*"), ("lse", "Wide*"), *_SCORE_ROWS))
+
+GRADIENT = ParamStruct(
+    "GradientParams",
+    (
+        ("scores", "Element*"),
+        ("gradients", "Element*"),
+        ("lse", "const Wide*"),
+        ("delta", "const Wide*"),
+        *_SCORE_ROWS,
+    ),
+)
+
+ROWS = ParamStruct(
+    "RowsParams",
+    (
+        ("dout", "const Element*"),
+        ("out", "const Element*"),
+        ("dlse", "const Wide*"),  # null: zero
+        ("delta", "Wide*"),
+        *((f"{a}_{axis}_stride", "i64") for a in ("dout", "out") for axis in ("batch", "row", "head", "col")),
+        ("lse_head_stride", "i64"),
+        ("rows", "i64"),
+        ("seqlen_q", "i32"),
+        ("num_heads", "i32"),
+        ("head_dim_v", "i32"),
+    ),
+)
+
 
 def header() -> str:
     """The structs without tensor maps, as the text that kernels include as ``params.cuh``."""
@@ -161,3 +202,9 @@ def tensor_header() -> str:
     """The structs with tensor maps: ``tensor_params.cuh``."""
     structs = FORWARD_TENSOR.declaration() + "\n" + BACKWARD_TENSOR.declaration()
     return '#include "platform/tma.cuh"\n#include "traits.cuh"\n\n' + structs
+
+
+def standard_header() -> str:
+    """The structs of standard attention's kernels: ``standard_params.cuh``."""
+    structs = "\n".join(struct.declaration() for struct in (SOFTMAX, GRADIENT, ROWS))
+    return '#include "standard_traits.cuh"\n\n' + structs

@@ -24,6 +24,7 @@ _GENERATED = {
     "params.cuh": params.header,
     "v1_params.cuh": params.v1_header,
     "tensor_params.cuh": params.tensor_header,
+    "standard_params.cuh": params.standard_header,
 }
 
 
