@@ -144,11 +144,11 @@ def _score_matrices(problem: Problem, direction: str, xp: Any) -> Iterator[None]
     try:
         yield
     except MemoryError as error:
-        what = "S, and P in its place" if direction == "forward" else "P and dS"
+        what = "S and then P" if direction == "forward" else "P and dS"
         size = score_bytes(problem, direction, xp is not np)
         raise MemoryError(
             f"standard attention holds {what}: {size / 2**30:,.4g} GiB for {problem.seqlen_q:,} x {problem.seqlen_k:,} "
-            f"scores of {problem.batch * problem.num_heads} heads, and there is no memory for them; attention needs none"
+            f"scores of {problem.batch * problem.num_heads} heads; there is no memory for them (attention needs none)"
         ) from error
 
 

@@ -183,7 +183,7 @@ def test_share_of_a_row():
     ]:
         of_length = replace(problem, seqlen_k=length, dtype=dtype)
         assert module.row_share(of_length) == share
-        threads, row_threads, pieces = share
+        _, row_threads, pieces = share
         held = row_threads * pieces * 16 // of_length.itemsize
         assert pieces == 0 or held >= length
 
@@ -311,11 +311,10 @@ def test_says_how_much_memory_it_wants(monkeypatch, direction):
 
     monkeypatch.setattr(importlib.import_module("cupyflash.standard_cpu"), direction, full)
     size = {"forward": "0.5", "backward": "1"}[direction]
+    lse = np.zeros((1, 8, 4096), np.float32)
+    arrays = {"forward": (q, q, q), "backward": (q, q, q, q, q, lse)}[direction]
     with pytest.raises(MemoryError, match=re.escape(f"{size} GiB for 4,096 x 4,096 scores of 8 heads")):
-        if direction == "forward":
-            cupyflash.standard_attention(q, q, q)
-        else:
-            standard.backward(problem, "bshd", q, q, q, q, q, np.zeros((1, 8, 4096), np.float32))
+        getattr(standard, direction)(problem, "bshd", *arrays)
 
 
 def test_how_much_memory_it_wants():
