@@ -67,12 +67,14 @@ def _standard(q: Array, k: Array, v: Array, options: Options, return_lse: bool) 
     return (out, lse) if return_lse else out
 
 
-def forward(problem: Problem, layout: str, q: Array, k: Array, v: Array, out: Array | None = None) -> tuple[Any, Any]:
+def forward(
+    problem: Problem, layout: str, q: Array, k: Array, v: Array, out: Array | None = None, lse: Array | None = None
+) -> tuple[Any, Any]:
     """(out, lse) of checked NumPy arrays, or CuPy arrays on the current device, in ``layout``.
 
     Args:
         problem: of these arrays.
-        out: where to write the result; a new array by default.
+        out, lse: where to write the results, lse C-contiguous; new arrays by default.
 
     Returns:
         out, and lse, (B, H, Sq), float32 (float64 for float64 arrays).
@@ -84,7 +86,8 @@ def forward(problem: Problem, layout: str, q: Array, k: Array, v: Array, out: Ar
     if out is None:
         shape = shape_in(layout, problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         out = xp.empty(shape, q.dtype)
-    lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), _wide(problem))
+    if lse is None:
+        lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), _wide(problem))
     rows, attending = _attending(problem)
     target, views = _bshd(layout, out), [_bshd(layout, x) for x in (q, k, v)]
     if attending.seqlen_q < problem.seqlen_q or not attending.scores:
@@ -107,8 +110,11 @@ def backward(
     out: Array,
     lse: Array,
     dlse: Array | None = None,
+    gradients: tuple[Array, Array, Array] | None = None,
 ) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) from the results of ``forward``, new C-contiguous arrays; dlse (None: zero) is the gradient of lse.
+    """(dq, dk, dv) from the results of ``forward``; dlse (None: zero) is the gradient of lse.
+
+    They are written to ``gradients``, arrays with rows of consecutive elements; by default, new C-contiguous ones.
 
     P is computed again from S and lse, and not kept from the forward: two matrices of Sq x Sk are in memory at a time,
     P in the place of S, and dS in the place of dP. lse and out may be those of a larger set of keys.
@@ -117,14 +123,14 @@ def backward(
         MemoryError: P and dS do not fit.
     """
     xp = arrays.module_of(q)
-    dq, dk, dv = gradients = tuple(xp.empty(x.shape, x.dtype) for x in (q, k, v))
+    dq, dk, dv = gradients or (xp.empty(x.shape, x.dtype) for x in (q, k, v))
     rows, attending = _attending(problem)
     if attending.seqlen_q < problem.seqlen_q or not attending.scores:
-        for gradient in gradients:
+        for gradient in (dq, dk, dv):
             _fill(gradient, 0)
     if attending.scores:
         lse, dlse = (None if x is None else xp.ascontiguousarray(x)[:, :, rows] for x in (lse, dlse))
-        dout, q, k, v, out, *views = (_bshd(layout, x) for x in (dout, q, k, v, out, *gradients))
+        dout, q, k, v, out, *views = (_bshd(layout, x) for x in (dout, q, k, v, out, dq, dk, dv))
         with _score_matrices(attending, "backward", xp):
             _backend(xp).backward(
                 attending, dout[:, rows], q[:, rows], k, v, out[:, rows], lse, views[0][:, rows], *views[1:], dlse
