@@ -1,4 +1,4 @@
-"""The ``cupyflash`` command: ``info``, ``tune``, ``config`` and ``demo``."""
+"""The ``cupyflash`` command: ``info``, ``tune``, ``config``, ``compare`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cupyflash
-from cupyflash.cli import config, tune
+from cupyflash.cli import compare, config, tune
 from cupyflash.cli.explain import PROBLEM_HELP, explain
 
 
@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tuning = commands.add_parser("tune", help="find the fastest tiles for this machine's GPUs")
     tune.add_arguments(tuning)
 
+    compare_parser = commands.add_parser("compare", help="standard attention, V1, V2 and V3 side by side")
+    compare.add_arguments(compare_parser)
+
     demo = commands.add_parser("demo", help="sentence embeddings and one very long sequence")
     demo.add_argument(
         "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: the GPU if there is one"
@@ -40,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cupyflash import demo as demonstration
 
         return demonstration.run(options.device, options.tokens, options.model)
+
+    if options.command == "compare":
+        try:
+            return compare.run(options)
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            compare_parser.error(str(error))
 
     if options.command == "tune":
         try:

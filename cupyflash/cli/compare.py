@@ -1,0 +1,141 @@
+"""``cupyflash compare``: standard attention, V1, V2 and V3 side by side, as a page and a CSV file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cupyflash.cli.tune import seconds
+
+if TYPE_CHECKING:
+    from cupyflash.compare.session import Bench
+
+# What is compared by default: (lengths, head dims, tokens, hidden size, rounds).
+_FULL_GPU = ((512, 1024, 2048, 4096, 8192, 16384), (64, 128), 16384, 2048, 7)
+_QUICK_GPU = ((1024, 4096, 16384), (128,), 16384, 2048, 5)
+_FULL_CPU = ((256, 512, 1024, 2048, 4096), (64,), 2048, 256, 5)
+_QUICK_CPU = ((256, 1024), (64,), 1024, 128, 3)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--quick", action="store_true", help="a minute's worth: few lengths, one head dim")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: the GPU if there is one"
+    )
+    parser.add_argument("--lengths", type=_numbers, help="of the sequences, as in 1024,4096")
+    parser.add_argument("--head-dims", type=_numbers, help="as in 64,128")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), help="on the GPU (default: bfloat16)")
+    parser.add_argument("--seconds", type=seconds, help="after which nothing is begun, as in 100s or 5m")
+    parser.add_argument("--rounds", type=_positive, help="samples of each pass")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of samples (default: %(default)s)")
+    parser.add_argument("--no-ncu", action="store_true", help="do not ask Nsight Compute for the GPU's counters")
+    parser.add_argument("--from", dest="source", type=Path, metavar="CSV", help="measure nothing: show these rows")
+    parser.add_argument("--out", type=Path, metavar="HTML", help="the page; a CSV file is put beside it")
+
+
+def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
+    """Runs the command; returns the exit status.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ImportError, RuntimeError: the GPU that is asked for is not there.
+        ValueError: an option does not fit.
+    """
+    from cupyflash.compare import report, table
+
+    if options.source is not None:
+        return _render(options, say)
+
+    from cupyflash.compare.cases import cases
+    from cupyflash.compare.session import compare
+
+    on_gpu = _on_gpu(options.device)
+    if options.dtype and not on_gpu:
+        raise ValueError("--dtype is of the GPU; on the CPU float32 is compared")
+    bench: Any = _gpu_bench(options) if on_gpu else _cpu_bench()
+    defaults = {
+        (True, False): _FULL_GPU,
+        (True, True): _QUICK_GPU,
+        (False, False): _FULL_CPU,
+        (False, True): _QUICK_CPU,
+    }[on_gpu, options.quick]
+    lengths, head_dims, tokens, hidden, rounds = defaults
+    chosen = cases(
+        options.lengths or lengths,
+        options.head_dims or head_dims,
+        (options.dtype or "bfloat16") if on_gpu else "float32",
+        tokens,
+        hidden,
+    )
+    rows = compare(bench, chosen, options.rounds or rounds, options.seconds, lambda line: say(line), options.seed)
+    page = options.out or Path(f"cupyflash_compare_{re.sub(r'[^A-Za-z0-9]+', '_', bench.name)[:40].strip('_')}.html")
+    data = page.with_suffix(".csv")
+    table.write(data, rows)
+    report.write(page, rows, getattr(bench, "notes", ()))
+    for line in summary(rows):
+        say(line)
+    say(f"{data}\n{page}")
+    return 0
+
+
+def summary(rows: Sequence[Any]) -> list[str]:
+    """How much faster each is, in a few lines."""
+    from cupyflash.compare import views
+    from cupyflash.compare.cases import DIRECTION_TITLES, DIRECTIONS
+
+    lines = []
+    for direction in DIRECTIONS:
+        found = views.speed_ups(rows, direction)
+        told = [f"{new} {views.mean(x):.2f} times {old}" for (new, old), x in found.items() if x]
+        if told:
+            lines.append(f"{DIRECTION_TITLES[direction]}: {', '.join(told)}")
+    return lines
+
+
+def _render(options: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from cupyflash.compare import report, table
+
+    page = options.out or options.source.with_suffix(".html")
+    report.write(page, table.read(options.source))
+    say(str(page))
+    return 0
+
+
+def _on_gpu(device: str) -> bool:
+    from cupyflash.arrays import require_gpu
+
+    if device == "cpu":
+        return False
+    try:
+        require_gpu("comparing on the GPU")
+    except (ImportError, RuntimeError):
+        if device == "gpu":
+            raise
+        return False
+    return True
+
+
+def _gpu_bench(options: argparse.Namespace) -> Bench:
+    from cupyflash.compare.gpu import GpuBench
+
+    return GpuBench(options.dtype or "bfloat16", use_ncu=not options.no_ncu)
+
+
+def _cpu_bench() -> Bench:
+    from cupyflash.compare.cpu import CpuBench
+
+    return CpuBench()
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",") if part]
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number above 0")
+    return int(text)

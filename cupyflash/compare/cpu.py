@@ -1,0 +1,100 @@
+"""The CPU's side of a comparison: standard attention against the tiled algorithm, both by BLAS."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+import cupyflash
+from cupyflash import standard
+
+from . import accuracy
+from .cases import DIRECTIONS, Case
+from .hbm import Traffic
+from .session import Call, Key, Prepared
+
+CANNOT = (
+    "This machine has no GPU that CuPy finds. V1 and V3 are GPU algorithms and are missing here; so are bytes through "
+    "the GPU's memory and the roofline, since what a CPU's caches do is not counted. V2 is the tiled algorithm in "
+    "NumPy and BLAS, one thread per block of queries. Memory is what NumPy allocates, as tracemalloc has it."
+)
+
+
+class CpuBench:
+    """NumPy arrays on this machine."""
+
+    algorithms: tuple[str, ...] = ("standard", "v2")
+
+    def __init__(self) -> None:
+        self.name = f"{_processor()}, {os.cpu_count()} threads"
+        self.made = f"cupyflash {cupyflash.__version__}, NumPy {np.__version__}, {time.strftime('%Y-%m-%d')}"
+
+    def compile(self, cases: Sequence[Case]) -> None:
+        """Nothing is compiled."""
+
+    def roofs(self) -> tuple[float | None, float | None]:
+        """Not of a CPU."""
+        return None, None
+
+    def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
+        arrays = accuracy.inputs(case)
+        calls: dict[Key, Call] = {}
+        reasons: dict[Key, str] = {}
+        for algorithm in algorithms:
+            needed = standard.score_bytes(case.problem(), "backward", on_gpu=False)
+            if algorithm == "standard" and needed > _free_memory():
+                told = f"S and P would take {needed / 2**30:.3g} GiB, {_free_memory() / 2**30:.3g} GiB are free"
+                reasons |= dict.fromkeys(((algorithm, direction) for direction in DIRECTIONS), told)
+                continue
+            calls |= accuracy.calls(case, algorithm, arrays)
+        return Prepared(calls, reasons)
+
+    def seconds(self, call: Call) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    def peak_bytes(self, call: Call) -> int:
+        tracemalloc.start()  # NumPy reports its arrays to it
+        try:
+            call()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
+        return None, ""
+
+    def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
+        return accuracy.errors(head_dim, causal, "float32", self.algorithms, np.asarray, np.asarray)
+
+    def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
+        return iter(())
+
+
+def _processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _free_memory() -> float:
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                return int(amount.split()[0]) * 1024
+    except OSError:
+        pass
+    return float("inf")

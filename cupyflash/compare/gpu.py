@@ -1,0 +1,203 @@
+"""The GPU's side of a comparison: times by events with a cold L2 cache, memory by a pool of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import cupy
+
+import cupyflash
+from cupyflash import dispatch, standard, standard_gpu
+from cupyflash.cli.explain import describe_config
+from cupyflash.runtime.cublas import products
+from cupyflash.runtime.cuda import CudaRuntime
+from cupyflash.tuning.measure import Stopwatch
+
+from . import accuracy, ncu
+from .cases import ALGORITHMS, DIRECTIONS, Case
+from .hbm import Tiles, Traffic, count
+from .session import Call, Key, Prepared
+
+_FLUSH_BYTES = 256 << 20  # a quarter of what is written between launches, so that the host is ahead of them
+_COPY_BYTES = 1 << 30
+_PRODUCT_SIZE = 8192
+_ROOF_SAMPLES = 5
+_COMPILERS = 16  # threads
+
+
+class GpuBench:
+    """The current GPU, through CuPy.
+
+    Args:
+        dtype: "float16" or "bfloat16".
+        use_ncu: have Nsight Compute read the GPU's counters, if it is there.
+    """
+
+    algorithms: tuple[str, ...] = ALGORITHMS
+
+    def __init__(self, dtype: str, use_ncu: bool = True) -> None:
+        self._dtype = dtype
+        self._use_ncu = use_ncu
+        self._runtime = CudaRuntime()
+        self._device = cupy.cuda.Device()
+        self.limits = self._runtime.limits()
+        self.name = self.limits.name
+        driver = cupy.cuda.runtime.driverGetVersion()
+        nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+        self.made = (
+            f"cupyflash {cupyflash.__version__}, CuPy {cupy.__version__}, NVRTC {nvrtc}, driver for CUDA "
+            f"{driver // 1000}.{driver % 1000 // 10}, {time.strftime('%Y-%m-%d')}"
+        )
+        self.notes: list[str] = []
+        self._stopwatch = Stopwatch(max(self.limits.l2_bytes, _FLUSH_BYTES))
+        self._expected: dict[int, float] = {}
+
+    def compile(self, cases: Sequence[Case]) -> None:
+        kernels = {kernel for case in cases for kernel in self._kernels(case)}
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as threads:
+            list(threads.map(self._compile, kernels))
+
+    def roofs(self) -> tuple[float | None, float | None]:
+        size = min(_COPY_BYTES, self._free_memory() // 4)
+        source, target = cupy.cuda.alloc(size), cupy.cuda.alloc(size)
+        source.memset(0, size)
+        copied = self._best(lambda: target.copy_from_device_async(source, size))
+        n = _PRODUCT_SIZE
+        a = cupy.asarray(accuracy.inputs(Case(1, n, 1, n, False, self._dtype), count=1)[0].reshape(1, n, n))
+        b, c = a.copy(), cupy.empty_like(a)
+
+        def multiply() -> None:
+            with products() as product:
+                product(a, b, c)
+
+        return 2 * size / copied, 2 * n**3 / self._best(multiply)
+
+    def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
+        self._expected.clear()
+        cupy.get_default_memory_pool().free_all_blocks()
+        calls: dict[Key, Call] = {}
+        reasons: dict[Key, str] = {}
+        arrays = [cupy.asarray(x) for x in accuracy.inputs(case)]
+        for algorithm in algorithms:
+            try:
+                self._require_memory(case, algorithm)
+                of_algorithm = accuracy.calls(case, algorithm, arrays)
+                for key, call in of_algorithm.items():
+                    calls[key] = self._stopwatch.prepare(call)
+            except (MemoryError, ValueError) as error:  # UnsupportedError is one
+                reasons |= {(algorithm, direction): str(error) for direction in DIRECTIONS}
+                for direction in DIRECTIONS:
+                    calls.pop((algorithm, direction), None)
+        self._device.synchronize()
+        if calls:
+            self._stopwatch.warm_up(next(iter(calls.values())), 0.05)
+        return Prepared(calls, reasons)
+
+    def seconds(self, call: Call) -> float:
+        sample: float = self._stopwatch.seconds(call, self._expected.get(id(call)))
+        self._expected[id(call)] = sample
+        return sample
+
+    def peak_bytes(self, call: Call) -> int:
+        self._device.synchronize()
+        pool = cupy.cuda.MemoryPool()  # of its own: all it ever took from the device was for this call
+        with cupy.cuda.using_allocator(pool.malloc):
+            result = call()
+            self._device.synchronize()
+            peak = int(pool.total_bytes())
+            del result
+        return peak
+
+    def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
+        algorithm, direction = key
+        tiles = self.tiles(case, key)
+        told = "; ".join(f"{task} {describe_config(config)}" for task, config in tiles.items())
+        traffic = count(algorithm, direction, case.problem(algorithm), tiles, self.limits, flushed=False)
+        return traffic, told
+
+    def tiles(self, case: Case, key: Key) -> Tiles:
+        """What a pass of an algorithm takes."""
+        algorithm, direction = key
+        if algorithm == "standard":
+            return {}
+        problem = case.problem(algorithm)
+        passes = {"forward": [dispatch.plan_forward], "backward": [dispatch.plan_backward]}
+        passes["step"] = passes["forward"] + passes["backward"]
+        plans = [plan(problem, 16, self.limits) for plan in passes[direction]]
+        return {task: config for plan in plans for task, config, _ in plan.configs}
+
+    def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
+        return accuracy.errors(head_dim, causal, self._dtype, self.algorithms, cupy.asarray, cupy.asnumpy)
+
+    def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
+        program = ncu.find() if self._use_ncu else None
+        if program is None:
+            self.notes.append("Nsight Compute (ncu) was not used: bytes are counted, not measured.")
+            return
+        end = None if seconds is None else time.monotonic() + seconds
+        cupy.get_default_memory_pool().free_all_blocks()
+        for case in ncu.chosen(cases):
+            for algorithm in self.algorithms:
+                if end is not None and time.monotonic() > end:
+                    self.notes.append("There was not time enough to read all counters.")
+                    return
+                enlarged = ncu.enlarged(case, algorithm, self.limits, self._free_memory())
+                directions = self._computable(enlarged, algorithm)
+                if not directions:
+                    continue
+                try:
+                    measured = ncu.measure(program, enlarged, algorithm, directions)
+                except ncu.NcuError as error:
+                    self.notes.append(f"Nsight Compute failed: {error}")
+                    return
+                for direction, traffic in measured.items():
+                    key = (algorithm, direction)
+                    tiles = self.tiles(enlarged, key)
+                    problem = enlarged.problem(algorithm)
+                    yield enlarged, key, traffic, count(*key, problem, tiles, self.limits, flushed=True)
+
+    def _kernels(self, case: Case) -> Iterator[dispatch.Kernel]:
+        for algorithm in self.algorithms:
+            problem = case.problem(algorithm)
+            if algorithm == "standard":
+                yield standard_gpu.kernel("standard_softmax", problem, self.limits)
+                continue
+            for plan in (dispatch.plan_forward, dispatch.plan_backward):
+                try:
+                    yield from (kernel for kernel, _ in plan(problem, 16, self.limits).launches)
+                except dispatch.UnsupportedError:
+                    continue  # prepare says why
+
+    def _compile(self, kernel: dispatch.Kernel) -> None:
+        """Into CuPy's cache on the disk, where whoever launches it finds it."""
+        with cupy.cuda.Device(self._device.id):  # the current device is one per thread
+            self._runtime.raw_kernel(kernel)
+
+    def _computable(self, case: Case, algorithm: str) -> list[str]:
+        directions = []
+        for direction in ("forward", "backward"):
+            try:
+                self.tiles(case, (algorithm, direction))
+                directions.append(direction)
+            except dispatch.UnsupportedError:
+                continue
+        return directions
+
+    def _require_memory(self, case: Case, algorithm: str) -> None:
+        needed = standard.score_bytes(case.problem(), "backward", on_gpu=True)
+        free = self._free_memory()
+        if algorithm == "standard" and needed > free:
+            raise MemoryError(f"P and dS take {needed / 2**30:,.3g} GiB; {free / 2**30:,.3g} GiB are free")
+
+    def _free_memory(self) -> int:
+        return int(self._device.mem_info[0]) + int(cupy.get_default_memory_pool().free_bytes())
+
+    def _best(self, call: Call) -> float:
+        call()
+        self._device.synchronize()
+        run = self._stopwatch.prepare(call)
+        self._stopwatch.warm_up(run, 0.1)
+        return min(self._stopwatch.seconds(run) for _ in range(_ROOF_SAMPLES))

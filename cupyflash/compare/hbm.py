@@ -1,0 +1,304 @@
+"""Bytes that each algorithm moves, counted from its loops: pure functions, no GPU needed.
+
+Two counts for each direction. *Requested* is what blocks ask of global memory, whoever serves it. *DRAM* is what passes
+between the L2 cache and the GPU's memory: everything once (the compulsory part), and again what the cache has lost
+before it is asked for again, by ``hit_rate``. That is where the algorithms differ. V2 and V3 read K and V once per
+block of queries, but the few heads whose blocks run at a time fit the cache, and nearly all of it is served there. V1
+reads and writes Q, O, m and l once per block of keys, of one head per block, and as many heads as there are
+multiprocessors: their rows exceed the cache, and pass through memory each time.
+
+References: Dao et al., FlashAttention, arXiv:2205.14135, theorem 2, and algorithms 0, 1, 3 and 4; Dao,
+FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..problem import Problem
+from ..resources import Limits
+from ..tiles import Task, TileConfig, tile_head_dims
+
+_SUM_BYTES = 4  # of an element of lse, delta, m, l, and of a sum that is kept in float32
+_ITERATIONS = 200  # of the fixed point below; it contracts
+
+Tiles = Mapping[Task, TileConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one pass.
+
+    Attributes:
+        read, written: between the L2 cache and the GPU's memory.
+        requested: read and written by blocks, from the L2 cache or through it; a reduction counts once.
+    """
+
+    read: int
+    written: int
+    requested: int
+
+    @property
+    def total(self) -> int:
+        """What the GPU's memory moves."""
+        return self.read + self.written
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.read + other.read, self.written + other.written, self.requested + other.requested)
+
+
+def count(algorithm: str, direction: str, problem: Problem, tiles: Tiles, limits: Limits, flushed: bool) -> Traffic:
+    """The traffic of one pass.
+
+    Args:
+        algorithm: "standard", "v1", "v2" or "v3".
+        direction: "forward" (with lse), "backward" or "step", which is both.
+        tiles: of the tasks that the pass consists of; standard attention has none.
+        limits: of the GPU: its L2 cache, and how many blocks run at a time.
+        flushed: the cache is emptied between kernels, as a profiler does it.
+    """
+    if direction == "step":
+        passes = (count(algorithm, one, problem, tiles, limits, flushed) for one in ("forward", "backward"))
+        return sum(passes, Traffic(0, 0, 0))
+    if algorithm == "standard":
+        kept = 0.0 if flushed else hit_rate(problem.scores * problem.itemsize, limits.l2_bytes)
+        return _standard_forward(problem, kept) if direction == "forward" else _standard_backward(problem, kept)
+    if direction == "forward":
+        of = _v1_forward if algorithm == "v1" else _tiled_forward
+        return of(problem, tiles["forward"], limits)
+    if algorithm == "v1":
+        return _v1_backward(problem, tiles["backward"], limits)
+    if "backward" in tiles:
+        return _rows(problem) + _tiled_backward(problem, tiles["backward"], limits)
+    return (
+        _rows(problem)
+        + _tiled_backward_dkv(problem, tiles["backward_dkv"], limits)
+        + _tiled_backward_dq(problem, tiles["backward_dq"], limits)
+    )
+
+
+def flops(problem: Problem, direction: str) -> int:
+    """Floating-point operations of the products that are needed: two forward, five backward, of visible pairs only."""
+    pairs = problem.batch * problem.num_heads * visible_pairs(problem)
+    d, dv = problem.head_dim, problem.head_dim_v
+    products = {"forward": d + dv, "backward": 3 * d + 2 * dv}
+    return 2 * pairs * (sum(products.values()) if direction == "step" else products[direction])
+
+
+def visible_pairs(problem: Problem) -> int:
+    """Pairs of one head's queries and keys that the mask leaves."""
+    return sum(keys for _, keys in _rows_and_keys(problem, 1, 1))
+
+
+def hit_rate(bytes_between: float, cache_bytes: float) -> float:
+    """The share of a loop's reads that a cache serves, if so many bytes are touched before it comes round again.
+
+    A cache that replaces lines at random keeps one over m misses with the probability exp(-m / lines), and m are the
+    misses of a round: h = exp(-(1 - h) x), x = bytes_between / cache_bytes. Nothing is lost while x <= 1; at x = 2 a
+    fifth is kept, at x = 4 two percent.
+    """
+    x = bytes_between / cache_bytes
+    if x <= 1:
+        return 1.0
+    h = 0.0
+    for _ in range(_ITERATIONS):
+        h = math.exp(-(1 - h) * x)
+    return h
+
+
+def paper_v1_bytes(problem: Problem, shared_bytes: int) -> int:
+    """Theorem 2 of FlashAttention for its forward, 4 N^2 d^2 / M elements and what is read once, N being square.
+
+    M is the shared memory of a block in elements. The 4 is of algorithm 1, where a block of keys is M / (4 d) rows, and
+    Q, O and the statistics pass once per block of keys: about 3 N d elements each time, of which 2 are read.
+    """
+    e, d = problem.itemsize, problem.head_dim
+    M = shared_bytes // e
+    rounds = 4 * d * problem.seqlen_k / M
+    per_head = rounds * 3 * problem.seqlen_q * d + 2 * problem.seqlen_k * d
+    return round(per_head * e * problem.batch * problem.num_heads)
+
+
+def _standard_forward(problem: Problem, kept: float) -> Traffic:
+    """S = Q K^T;  P = softmax(S), which reads what is visible and writes all;  O = P V."""
+    Q, KV, O, S, visible, lse = _sizes(problem)
+    K, V = _split(problem, KV)
+    softmax_read, product_read = visible * (1 - kept), S * (1 - kept)
+    read = Q + K + softmax_read + product_read + V
+    return Traffic(round(read), S + S + lse + O, Q + K + S + visible + S + lse + S + V + O)
+
+
+def _standard_backward(problem: Problem, kept: float) -> Traffic:
+    """delta;  S = Q K^T;  dP = dO V^T;  P and dS from both;  dQ = dS K;  dK = dS^T Q;  dV = P^T dO."""
+    Q, KV, O, S, _, lse = _sizes(problem)
+    K, V = _split(problem, KV)
+    matrices_read = S + S + 2 * S + S  # by the step between, and by three products, dS twice
+    read = 2 * O + (Q + K) + (O + V) + 2 * lse + K + Q + O
+    written = lse + S + S + 2 * S + Q + KV
+    return Traffic(round(read + matrices_read * (1 - kept)), written, read + matrices_read + written)
+
+
+def _tiled_forward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+    """Each block of queries reads its Q once and every K and V that it sees, and writes its O and LSE once."""
+    Q, KV, O, _, _, lse = _sizes(problem)
+    streamed = (
+        _heads(problem) * _row_bytes(problem) * sum(keys for _, keys in _rows_and_keys(problem, tiles.Br, tiles.Bc))
+    )
+    hits = hit_rate(_running_key_bytes(problem, tiles, limits), limits.l2_bytes)
+    again = max(0, streamed - KV) * (1 - hits)
+    return Traffic(round(Q + min(KV, streamed) + again), O + lse, Q + streamed + O + lse)
+
+
+def _tiled_backward_dq(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+    """As the forward, with dO beside Q, LSE and delta read, and dQ written."""
+    Q, _, O, _, _, lse = _sizes(problem)
+    forward = _tiled_forward(problem, tiles, limits)
+    return forward + Traffic(O + 2 * lse, Q - O - lse, 2 * lse + Q - lse)
+
+
+def _tiled_backward_dkv(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+    """Each block of keys reads its K and V once and every Q and dO that see it, and writes its dK and dV once."""
+    Q, KV, O, _, _, lse = _sizes(problem)
+    rows = Q + O + 2 * lse
+    per_row = _row_bytes(problem) + 2 * _SUM_BYTES
+    streamed = _heads(problem) * per_row * sum(queries for queries, _ in _keys_and_rows(problem, tiles.Br, tiles.Bc))
+    hits = hit_rate(_running_query_bytes(problem, tiles, limits, per_row), limits.l2_bytes)
+    again = max(0, streamed - rows) * (1 - hits)
+    return Traffic(round(KV + min(rows, streamed) + again), KV, 2 * KV + streamed)
+
+
+def _tiled_backward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+    """The same, which also adds to a float32 sum of dQ per pair of tiles; a last kernel rounds the sums to dQ."""
+    Q = _sizes(problem)[0]
+    d = tile_head_dims(problem.head_dim, problem.head_dim_v)[0]
+    sums = _heads(problem) * problem.seqlen_q * d * _SUM_BYTES
+    visited = sum(queries for queries, _ in _keys_and_rows(problem, tiles.Br, tiles.Bc))
+    added = _heads(problem) * visited * d * _SUM_BYTES
+    per_row = _row_bytes(problem) + 2 * _SUM_BYTES + d * _SUM_BYTES
+    hits = hit_rate(_running_query_bytes(problem, tiles, limits, per_row), limits.l2_bytes)
+    lost = max(0, added - sums) * (1 - hits)  # read from memory and written back
+    stored_first = tiles.family == "wgmma" and tiles.first_stores and max(problem.head_dim, problem.head_dim_v) <= 128
+    cleared = 0 if stored_first else sums  # written before, and read by the first addition
+    return _tiled_backward_dkv(problem, tiles, limits) + Traffic(
+        round(cleared + lost + sums), round(cleared + sums + lost) + Q, cleared + added + sums + Q
+    )
+
+
+def _rows(problem: Problem) -> Traffic:
+    """Delta = rowsum(O * dO)."""
+    _, _, O, _, _, lse = _sizes(problem)
+    return Traffic(2 * O + lse, lse, 2 * O + 2 * lse)
+
+
+def _v1_forward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+    """One block per head: per block of keys, Q, O, m and l of every row that sees it are read, and O, m, l written."""
+    e, d, dv = problem.itemsize, problem.head_dim, problem.head_dim_v
+    state = dv * e + 2 * _SUM_BYTES
+    return _keys_outside(problem, tiles, limits, read_only=d * e, state=state, results=0)
+
+
+def _v1_backward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+    """Likewise: per block of keys, Q, O, dO, dQ and LSE are read, and dQ written; dK and dV once."""
+    _, KV, *_ = _sizes(problem)
+    e, d, dv = problem.itemsize, problem.head_dim, problem.head_dim_v
+    return _keys_outside(
+        problem, tiles, limits, read_only=(d + 2 * dv) * e + _SUM_BYTES, state=d * _SUM_BYTES, results=KV
+    )
+
+
+def _keys_outside(
+    problem: Problem, tiles: TileConfig, limits: Limits, read_only: int, state: int, results: int
+) -> Traffic:
+    """Keys outside, queries inside. read_only, state: bytes per row of queries and round; results: written once."""
+    _, KV, *_ = _sizes(problem)
+    heads = _heads(problem)
+    rows = heads * problem.seqlen_q
+    visited = heads * sum(queries for queries, _ in _keys_and_rows(problem, tiles.Br, tiles.Bc))
+    running = min(heads, limits.sm_count * tiles.blocks_per_sm)
+    hits = hit_rate(running * problem.seqlen_q * (read_only + state), limits.l2_bytes)
+    lost = max(0, visited - rows) * (1 - hits)
+    read = KV + (min(rows, visited) + lost) * (read_only + state)
+    written = (min(rows, visited) + lost) * state + results
+    return Traffic(round(read), round(written), KV + visited * (read_only + 2 * state) + results)
+
+
+def _rows_and_keys(problem: Problem, Br: int, Bc: int) -> list[tuple[int, int]]:
+    """(first row, keys in the tiles that it visits) of each block of Br queries of a head."""
+    return [
+        (start, _covered(*_visible(problem, start, min(start + Br, problem.seqlen_q)), Bc, problem.seqlen_k))
+        for start in range(0, problem.seqlen_q, Br)
+    ]
+
+
+def _keys_and_rows(problem: Problem, Br: int, Bc: int) -> list[tuple[int, int]]:
+    """(queries in the tiles that it visits, first key) of each block of Bc keys of a head."""
+    first, last = problem.band.first, problem.band.last
+    found = []
+    for start in range(0, problem.seqlen_k, Bc):
+        end = min(start + Bc, problem.seqlen_k)
+        begin = 0 if last is None else max(0, start - last)
+        stop = problem.seqlen_q if first is None else min(problem.seqlen_q, end - first)
+        found.append((_covered(begin, stop, Br, problem.seqlen_q), start))
+    return found
+
+
+def _visible(problem: Problem, start: int, end: int) -> tuple[int, int]:
+    """The range of keys that some of the queries [start, end) see."""
+    first, last = problem.band.first, problem.band.last
+    return (
+        0 if first is None else max(0, start + first),
+        problem.seqlen_k if last is None else min(problem.seqlen_k, end + last),
+    )
+
+
+def _covered(begin: int, end: int, tile: int, length: int) -> int:
+    """Elements of the tiles that cover [begin, end)."""
+    if begin >= end:
+        return 0
+    return min(length, -(-end // tile) * tile) - begin // tile * tile
+
+
+def _running_key_bytes(problem: Problem, tiles: TileConfig, limits: Limits) -> int:
+    """K and V of the heads whose blocks of queries run at a time."""
+    blocks_per_head = -(-problem.seqlen_q // tiles.Br)
+    heads = -(-limits.sm_count * tiles.blocks_per_sm // blocks_per_head)
+    kv_heads = min(-(-heads // problem.group), problem.batch * problem.num_kv_heads)
+    return kv_heads * problem.seqlen_k * _row_bytes(problem)
+
+
+def _running_query_bytes(problem: Problem, tiles: TileConfig, limits: Limits, per_row: int) -> int:
+    """What is streamed by the key/value heads whose blocks of keys run at a time."""
+    blocks_per_head = -(-problem.seqlen_k // tiles.Bc)
+    kv_heads = -(-limits.sm_count * tiles.blocks_per_sm // blocks_per_head)
+    kv_heads = min(kv_heads, problem.batch * problem.num_kv_heads)
+    return kv_heads * problem.group * problem.seqlen_q * per_row
+
+
+def _heads(problem: Problem) -> int:
+    return problem.batch * problem.num_heads
+
+
+def _row_bytes(problem: Problem) -> int:
+    """Of a row of K and V, or of Q and dO."""
+    return (problem.head_dim + problem.head_dim_v) * problem.itemsize
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int, int, int, int]:
+    """Bytes of Q (and dQ), of K and V (and dK and dV), of O (and dO), of S, of what of S is visible, of LSE."""
+    e, rows = problem.itemsize, _heads(problem) * problem.seqlen_q
+    return (
+        rows * problem.head_dim * e,
+        problem.batch * problem.num_kv_heads * problem.seqlen_k * _row_bytes(problem),
+        rows * problem.head_dim_v * e,
+        problem.scores * e,
+        _heads(problem) * visible_pairs(problem) * e,
+        rows * _SUM_BYTES,
+    )
+
+
+def _split(problem: Problem, KV: int) -> tuple[int, int]:
+    """Bytes of K and of V."""
+    K = KV * problem.head_dim // (problem.head_dim + problem.head_dim_v)
+    return K, KV - K

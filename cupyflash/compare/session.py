@@ -1,0 +1,205 @@
+"""The course of a comparison: which problem when, how often, and what is kept of it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Protocol
+
+from .cases import ALGORITHMS, DIRECTIONS, Case
+from .hbm import Traffic, flops
+from .table import Row
+
+_LEAST_ROUNDS = 2  # even if the time is over: one sample says nothing of its noise
+
+Call = Callable[[], Any]
+Key = tuple[str, str]  # algorithm, direction
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The passes over one problem, each run once already; and why others cannot be run."""
+
+    calls: Mapping[Key, Call]
+    reasons: Mapping[Key, str]
+
+
+class Bench(Protocol):
+    """A device that computes and measures."""
+
+    name: str
+    made: str
+    algorithms: tuple[str, ...]
+
+    def compile(self, cases: Sequence[Case]) -> None:
+        """Makes ready what takes time and measures nothing."""
+
+    def roofs(self) -> tuple[float | None, float | None]:
+        """Bytes per second of a copy, and operations per second of a matrix product."""
+
+    def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
+        """Inputs and calls of a problem; what was prepared before is let go."""
+
+    def seconds(self, call: Call) -> float:
+        """One sample."""
+
+    def peak_bytes(self, call: Call) -> int:
+        """Most memory that a call holds at a time beyond its inputs."""
+
+    def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
+        """The bytes that a pass moves by count, and its tiles."""
+
+    def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
+        """The errors of all algorithms on a small problem, against float64."""
+
+    def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
+        """What the device's counters say the passes move, and what is counted for the same problems."""
+
+
+class Clock:
+    """Time that is left."""
+
+    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._end = now, None if seconds is None else now() + seconds
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None: no end."""
+        return None if self._end is None else max(0.0, self._end - self._now())
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is left."""
+        return self.left == 0.0
+
+
+def compare(
+    bench: Bench,
+    cases: Sequence[Case],
+    rounds: int,
+    seconds: float | None,
+    say: Callable[[str], None],
+    seed: int = 0,
+    now: Callable[[], float] = time.monotonic,
+) -> list[Row]:
+    """All rows of a comparison.
+
+    All passes of all algorithms over one problem are sampled in turns, in a new random order each round: what drifts
+    meanwhile (clocks, temperature) drifts for all of them.
+
+    Args:
+        rounds: samples of each pass; fewer if the time is over.
+        seconds: after which no more is begun; None: no limit.
+        say: takes a line of progress.
+    """
+    clock = Clock(seconds, now)
+    order = random.Random(seed)
+    say(f"{bench.name}: {len(cases)} problems, {', '.join(bench.algorithms)}")
+    bench.compile(cases)
+    say("kernels are compiled")
+    copy_bytes, gemm_flops = bench.roofs()
+    common = {"device": bench.name, "made": bench.made, "copy_bytes": copy_bytes, "gemm_flops": gemm_flops}
+
+    rows = []
+    for head_dim, causal in dict.fromkeys((case.head_dim, case.causal) for case in cases):
+        for (algorithm, direction), (case, error) in bench.errors(head_dim, causal).items():
+            rows.append(_row(case, (algorithm, direction), common, error=error))
+    say(f"errors against float64 of {len(rows)} passes")
+
+    counted = list(bench.counters(cases, None if clock.left is None else clock.left / 2))
+    for case, key, measured, count in counted:
+        rows.append(
+            _row(
+                case,
+                key,
+                common,
+                counted=count,
+                measured_read=measured.read,
+                measured_written=measured.written,
+                measured_requested=measured.requested,
+            )
+        )
+    if counted:
+        say(f"counters of {len(counted)} passes")
+
+    groups = [list(group) for _, group in groupby(cases, key=lambda case: (case.head_dim, case.seqlen))]
+    for index, group in enumerate(groups):
+        if clock.is_over:
+            say(f"the time is over: {len(groups) - index} of {len(groups)} lengths and head dims were not reached")
+            break
+        share = None if clock.left is None else clock.left / (len(groups) - index)
+        for case in group:
+            share_of_case = None if share is None else share / len(group)
+            rows += _measured(bench, case, rounds, Clock(share_of_case, now), order, common)
+            say(f"{case}: {_summary(rows, case)}")
+    return rows
+
+
+def _measured(
+    bench: Bench, case: Case, rounds: int, clock: Clock, order: random.Random, common: dict[str, Any]
+) -> Iterator[Row]:
+    prepared = bench.prepare(case, bench.algorithms)
+    samples: dict[Key, list[float]] = {key: [] for key in prepared.calls}
+    peaks = {key: bench.peak_bytes(call) for key, call in prepared.calls.items()}
+    for number in range(rounds):
+        if clock.is_over and number >= _LEAST_ROUNDS:
+            break
+        for key in order.sample(list(samples), len(samples)):
+            samples[key].append(bench.seconds(prepared.calls[key]))
+    for algorithm in bench.algorithms:
+        for direction in DIRECTIONS:
+            key = (algorithm, direction)
+            traffic, tiles = bench.counted(case, key) if key in samples else (None, "")
+            if key in samples:
+                median = statistics.median(samples[key])
+                yield _row(
+                    case,
+                    key,
+                    common,
+                    counted=traffic,
+                    tiles=tiles,
+                    seconds=median,
+                    spread=_spread(samples[key], median),
+                    samples=len(samples[key]),
+                    peak_bytes=peaks[key],
+                )
+            else:
+                yield _row(case, key, common, note=prepared.reasons.get(key, "was not run"))
+
+
+def _row(case: Case, key: Key, common: dict[str, Any], counted: Traffic | None = None, **known: Any) -> Row:
+    algorithm, direction = key
+    row = Row(
+        dtype=case.dtype,
+        batch=case.batch,
+        seqlen=case.seqlen,
+        heads=case.heads,
+        head_dim=case.head_dim,
+        causal=case.causal,
+        direction=direction,
+        algorithm=algorithm,
+        flops=flops(case.problem(), direction),
+        **common,
+        **known,
+    )
+    if counted is None:
+        return row
+    return replace(row, counted_read=counted.read, counted_written=counted.written, counted_requested=counted.requested)
+
+
+def _spread(samples: Sequence[float], median: float) -> float | None:
+    if len(samples) < 2:
+        return None
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / median
+
+
+def _summary(rows: Sequence[Row], case: Case) -> str:
+    """The milliseconds of a training step by each algorithm."""
+    of_case = {row.algorithm: row for row in rows if row.case == case and row.direction == "step" and row.samples}
+    told = [f"{name} {(of_case[name].seconds or 0) * 1e3:.3g} ms" for name in ALGORITHMS if name in of_case]
+    return ", ".join(told) or "nothing could be run"
