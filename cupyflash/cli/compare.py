@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lengths", type=_numbers, help="of the sequences, as in 1024,4096")
     parser.add_argument("--head-dims", type=_numbers, help="as in 64,128")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16"), help="on the GPU (default: bfloat16)")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), help="on the GPU (default: bfloat16, if it has it)")
     parser.add_argument("--seconds", type=seconds, help="after which nothing is begun, as in 100s or 5m")
     parser.add_argument("--rounds", type=_positive, help="samples of each pass")
     parser.add_argument("--seed", type=int, default=0, help="of the order of samples (default: %(default)s)")
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     chosen = cases(
         options.lengths or lengths,
         options.head_dims or head_dims,
-        (options.dtype or "bfloat16") if on_gpu else "float32",
+        bench.dtype,
         tokens,
         hidden,
     )
@@ -122,7 +122,7 @@ def _on_gpu(device: str) -> bool:
 def _gpu_bench(options: argparse.Namespace) -> Bench:
     from cupyflash.compare.gpu import GpuBench
 
-    return GpuBench(options.dtype or "bfloat16", use_ncu=not options.no_ncu)
+    return GpuBench(options.dtype, use_ncu=not options.no_ncu)
 
 
 def _cpu_bench() -> Bench:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,25 +13,29 @@ _MARKS = {"standard": "square", "v1": "triangle", "v2": "circle", "v3": "diamond
 STYLE = (
     "svg text{fill:currentColor;font:12px system-ui,sans-serif}svg .title{font-size:13px;font-weight:600}"
     "svg .grid{stroke:currentColor;opacity:.15}svg .axis{stroke:currentColor;opacity:.5;fill:none}"
-    "svg .series{fill:none;stroke-width:2}svg .dashed{stroke-dasharray:5 4;stroke-width:1.5}"
+    "svg .series{fill:none;stroke-width:2}svg .dashed{stroke-dasharray:6 4;stroke-width:1.5}"
+    "svg .dotted{stroke-dasharray:2 3;stroke-width:1.5}"
     "svg .quiet{opacity:.75;font-size:11px}"
 )
 
 _WIDTH, _HEIGHT = 440, 290
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 30, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 26, 24, 44
+_TITLE_LINE, _TITLE_LETTER = 17, 8.4  # height and width, roughly
 _LEGEND_ROW = 17
 _BAR, _GAP = 15, 9
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together. kind: a key of ``COLOURS``; line: they are joined; dashed: a limit, unmarked."""
+    """Points that belong together.
+
+    kind: a key of ``COLOURS``, or "dashed" or "dotted" for a line to compare with. joined: by a line.
+    """
 
     name: str
     kind: str
     points: Sequence[tuple[float, float]]
-    line: bool = True
-    dashed: bool = False
+    joined: bool = True
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,15 @@ class Axis:
     title: str
     log: int = 0
     ticks: Sequence[float] | None = None
-    text: Callable[[float], str] = field(default=lambda value: f"{value:,.4g}")
+    text: Callable[[float], str] = field(default=lambda value: short(value))
+
+
+def short(value: float) -> str:
+    """A number in few letters: 0.25, 512, 16k, 3.2M."""
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= unit:
+            return f"{value / (1e3 if letter == 'k' else unit):.3g}{letter}"
+    return f"{value:,.4g}" if value >= 0.001 or value == 0 else f"{value:.0e}"
 
 
 def plot(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
@@ -131,22 +144,16 @@ def _round_numbers(high: float) -> list[float]:
 
 
 def _drawn(one: Series, points: Sequence[tuple[float, float]]) -> list[str]:
-    colour = COLOURS.get(one.kind, "currentColor")
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-    drawn = []
-    if one.dashed:
-        drawn.append(f'<polyline class="series dashed" stroke="{colour}" points="{path}"/>')
-    elif one.line:
-        drawn.append(f'<polyline class="series" stroke="{colour}" points="{path}"/>')
-    if not one.dashed:
-        drawn += [_mark(one.kind, a, b) for a, b in points]
-    return drawn
+    if one.kind not in COLOURS:
+        return [f'<polyline class="series {one.kind}" stroke="currentColor" points="{path}"/>']
+    line = f'<polyline class="series" stroke="{COLOURS[one.kind]}" points="{path}"/>'
+    return [line] * one.joined + [_mark(one.kind, a, b) for a, b in points]
 
 
 def _mark(kind: str, x: float, y: float) -> str:
     """Algorithms differ in shape, not only in colour."""
-    fill = f'fill="{COLOURS.get(kind, "currentColor")}"'
-    shape = _MARKS.get(kind, "circle")
+    fill, shape = f'fill="{COLOURS[kind]}"', _MARKS[kind]
     if shape == "circle":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {fill}/>'
     corners = {
@@ -158,7 +165,8 @@ def _mark(kind: str, x: float, y: float) -> str:
 
 
 def _legend(one: Series, y: float) -> str:
-    sample = _drawn(Series("", one.kind, (), dashed=one.dashed), [(_LEFT, y + 6), (_LEFT + 26, y + 6)])
+    ends = [(_LEFT, y + 6), (_LEFT + 26, y + 6)] if one.joined else [(_LEFT + 13, y + 6)]
+    sample = _drawn(one, ends)
     return "".join(sample) + _label(_LEFT + 36, y + 10, one.name, "start")
 
 
@@ -168,9 +176,12 @@ def _label(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
 
 
 def _svg(title: str, drawn: Sequence[str], width: int, height: int) -> str:
-    content = "".join(drawn)
+    """The chart below its title, which takes as many lines as it needs."""
+    lines = textwrap.wrap(title, int(width / _TITLE_LETTER))
+    above = _TITLE_LINE * len(lines)
+    titles = "".join(_label(8, 13 + _TITLE_LINE * n, line, "start", "title") for n, line in enumerate(lines))
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
-        f"<title>{html.escape(title)}</title>"
-        f"{_label(_LEFT - 50, 14, title, 'start', 'title')}{content}</svg>"
+        f'<svg viewBox="0 0 {width} {height + above}" width="{width}" height="{height + above}" role="img">'
+        f"<title>{html.escape(title)}</title>{titles}"
+        f'<g transform="translate(0 {above})">{"".join(drawn)}</g></svg>'
     )

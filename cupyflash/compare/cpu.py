@@ -29,6 +29,7 @@ CANNOT = (
 class CpuBench:
     """NumPy arrays on this machine."""
 
+    dtype = "float32"
     algorithms: tuple[str, ...] = ("standard", "v2")
 
     def __init__(self) -> None:
@@ -53,29 +54,30 @@ class CpuBench:
                 reasons |= dict.fromkeys(((algorithm, direction) for direction in DIRECTIONS), told)
                 continue
             calls |= accuracy.calls(case, algorithm, arrays)
-        return Prepared(calls, reasons)
+        return Prepared(calls, {key: _peak_bytes(call) for key, call in calls.items()}, reasons)
 
     def seconds(self, call: Call) -> float:
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
 
-    def peak_bytes(self, call: Call) -> int:
-        tracemalloc.start()  # NumPy reports its arrays to it
-        try:
-            call()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
     def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
         return None, ""
 
     def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
-        return accuracy.errors(head_dim, causal, "float32", self.algorithms, np.asarray, np.asarray)
+        return accuracy.errors(head_dim, causal, self.dtype, self.algorithms, np.asarray, np.asarray)
 
     def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
         return iter(())
+
+
+def _peak_bytes(call: Call) -> int:
+    tracemalloc.start()  # NumPy reports its arrays to it
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def _processor() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import cupy
 
 import cupyflash
 from cupyflash import dispatch, standard, standard_gpu
+from cupyflash.arrays import Array, bfloat16
 from cupyflash.cli.explain import describe_config
 from cupyflash.runtime.cublas import products
 from cupyflash.runtime.cuda import CudaRuntime
@@ -26,25 +28,42 @@ _COPY_BYTES = 1 << 30
 _PRODUCT_SIZE = 8192
 _ROOF_SAMPLES = 5
 _COMPILERS = 16  # threads
+_WARM_UP_SECONDS = 0.05  # of each problem
+_OLDEST_WITH_BFLOAT16 = 80
+
+
+def inputs(case: Case) -> list[Array]:
+    """Normal q, k, v and dout of a case, CuPy arrays in its dtype."""
+    cupy.random.seed(0)
+    dtype = bfloat16("dtype") if case.dtype == "bfloat16" else case.dtype
+    return [cupy.random.standard_normal(case.shape, dtype=cupy.float32).astype(dtype) for _ in range(4)]
+
+
+def _free_pool() -> None:
+    """Gives memory back that CuPy keeps for later."""
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+_CANNOT = (MemoryError, RuntimeError, ValueError)  # what keeps an algorithm from a problem; UnsupportedError is one
 
 
 class GpuBench:
     """The current GPU, through CuPy.
 
     Args:
-        dtype: "float16" or "bfloat16".
+        dtype: "float16" or "bfloat16"; None takes bfloat16 where the GPU has it.
         use_ncu: have Nsight Compute read the GPU's counters, if it is there.
     """
 
     algorithms: tuple[str, ...] = ALGORITHMS
 
-    def __init__(self, dtype: str, use_ncu: bool = True) -> None:
-        self._dtype = dtype
-        self._use_ncu = use_ncu
+    def __init__(self, dtype: str | None = None, use_ncu: bool = True) -> None:
+        self._ncu = ncu.find() if use_ncu else None
         self._runtime = CudaRuntime()
         self._device = cupy.cuda.Device()
         self.limits = self._runtime.limits()
         self.name = self.limits.name
+        self.dtype = dtype or ("bfloat16" if self.limits.arch >= _OLDEST_WITH_BFLOAT16 else "float16")
         driver = cupy.cuda.runtime.driverGetVersion()
         nvrtc = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
         self.made = (
@@ -56,9 +75,12 @@ class GpuBench:
         self._expected: dict[int, float] = {}
 
     def compile(self, cases: Sequence[Case]) -> None:
-        kernels = {kernel for case in cases for kernel in self._kernels(case)}
+        small = {accuracy.small(case.head_dim, case.causal, case.dtype) for case in cases}
+        profiled = {job.case for job in self._jobs(cases)} if self._ncu else set()
+        kernels = {kernel for case in {*cases, *small, *profiled} for kernel in self._kernels(case)}
+        modules = {(kernel.file, kernel.defines): kernel for kernel in kernels}
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as threads:
-            list(threads.map(self._compile, kernels))
+            list(threads.map(self._compile, modules.values()))
 
     def roofs(self) -> tuple[float | None, float | None]:
         size = min(_COPY_BYTES, self._free_memory() // 4)
@@ -66,8 +88,7 @@ class GpuBench:
         source.memset(0, size)
         copied = self._best(lambda: target.copy_from_device_async(source, size))
         n = _PRODUCT_SIZE
-        a = cupy.asarray(accuracy.inputs(Case(1, n, 1, n, False, self._dtype), count=1)[0].reshape(1, n, n))
-        b, c = a.copy(), cupy.empty_like(a)
+        a, b, c = (x.reshape(1, n, n) for x in inputs(Case(1, n, 1, n, False, self.dtype))[:3])
 
         def multiply() -> None:
             with products() as product:
@@ -77,39 +98,33 @@ class GpuBench:
 
     def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
         self._expected.clear()
-        cupy.get_default_memory_pool().free_all_blocks()
+        _free_pool()
         calls: dict[Key, Call] = {}
+        peaks: dict[Key, int] = {}
         reasons: dict[Key, str] = {}
-        arrays = [cupy.asarray(x) for x in accuracy.inputs(case)]
+        arrays = inputs(case)
         for algorithm in algorithms:
             try:
                 self._require_memory(case, algorithm)
                 of_algorithm = accuracy.calls(case, algorithm, arrays)
-                for key, call in of_algorithm.items():
-                    calls[key] = self._stopwatch.prepare(call)
-            except (MemoryError, ValueError) as error:  # UnsupportedError is one
+            except _CANNOT as error:
                 reasons |= {(algorithm, direction): str(error) for direction in DIRECTIONS}
-                for direction in DIRECTIONS:
-                    calls.pop((algorithm, direction), None)
-        self._device.synchronize()
-        if calls:
-            self._stopwatch.warm_up(next(iter(calls.values())), 0.05)
-        return Prepared(calls, reasons)
+                continue
+            for key, call in of_algorithm.items():
+                try:
+                    peaks[key] = self._peak_bytes(call)
+                    calls[key] = call
+                except _CANNOT as error:
+                    reasons[key] = str(error)
+        ready = {key: self._stopwatch.prepare(call) for key, call in calls.items()}
+        if ready:
+            self._stopwatch.warm_up(next(iter(ready.values())), _WARM_UP_SECONDS)
+        return Prepared(ready, peaks, reasons)
 
     def seconds(self, call: Call) -> float:
         sample: float = self._stopwatch.seconds(call, self._expected.get(id(call)))
         self._expected[id(call)] = sample
         return sample
-
-    def peak_bytes(self, call: Call) -> int:
-        self._device.synchronize()
-        pool = cupy.cuda.MemoryPool()  # of its own: all it ever took from the device was for this call
-        with cupy.cuda.using_allocator(pool.malloc):
-            result = call()
-            self._device.synchronize()
-            peak = int(pool.total_bytes())
-            del result
-        return peak
 
     def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
         algorithm, direction = key
@@ -130,34 +145,39 @@ class GpuBench:
         return {task: config for plan in plans for task, config, _ in plan.configs}
 
     def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
-        return accuracy.errors(head_dim, causal, self._dtype, self.algorithms, cupy.asarray, cupy.asnumpy)
+        return accuracy.errors(head_dim, causal, self.dtype, self.algorithms, cupy.asarray, cupy.asnumpy)
 
     def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
-        program = ncu.find() if self._use_ncu else None
-        if program is None:
+        if self._ncu is None:
             self.notes.append("Nsight Compute (ncu) was not used: bytes are counted, not measured.")
             return
         end = None if seconds is None else time.monotonic() + seconds
-        cupy.get_default_memory_pool().free_all_blocks()
-        for case in ncu.chosen(cases):
-            for algorithm in self.algorithms:
-                if end is not None and time.monotonic() > end:
-                    self.notes.append("There was not time enough to read all counters.")
-                    return
-                enlarged = ncu.enlarged(case, algorithm, self.limits, self._free_memory())
-                directions = self._computable(enlarged, algorithm)
-                if not directions:
-                    continue
-                try:
-                    measured = ncu.measure(program, enlarged, algorithm, directions)
-                except ncu.NcuError as error:
-                    self.notes.append(f"Nsight Compute failed: {error}")
-                    return
-                for direction, traffic in measured.items():
-                    key = (algorithm, direction)
-                    tiles = self.tiles(enlarged, key)
-                    problem = enlarged.problem(algorithm)
-                    yield enlarged, key, traffic, count(*key, problem, tiles, self.limits, flushed=True)
+        _free_pool()
+        jobs = self._jobs(cases)
+        for seqlen in dict.fromkeys(job.case.seqlen for job in jobs):
+            if end is not None and time.monotonic() > end:
+                self.notes.append("There was not time enough to read all counters.")
+                return
+            of_length = [job for job in jobs if job.case.seqlen == seqlen]
+            try:
+                measured = ncu.measure(self._ncu, of_length)
+            except ncu.NcuError as error:
+                self.notes.append(f"Nsight Compute failed, bytes are counted only: {error}")
+                return
+            for job, traffic in zip(of_length, measured, strict=True):
+                problem, tiles = job.case.problem(job.algorithm), self.tiles(job.case, job.key)
+                yield job.case, job.key, traffic, count(*job.key, problem, tiles, self.limits, flushed=True)
+
+    def _jobs(self, cases: Sequence[Case]) -> list[ncu.Job]:
+        """The passes whose counters are read."""
+        free = self._free_memory()
+        return [
+            ncu.Job(enlarged, algorithm, direction)
+            for case in ncu.chosen(cases)
+            for algorithm in self.algorithms
+            for enlarged in [ncu.enlarged(case, algorithm, self.limits, free)]
+            for direction in self._computable(enlarged, algorithm)
+        ]
 
     def _kernels(self, case: Case) -> Iterator[dispatch.Kernel]:
         for algorithm in self.algorithms:
@@ -172,9 +192,19 @@ class GpuBench:
                     continue  # prepare says why
 
     def _compile(self, kernel: dispatch.Kernel) -> None:
-        """Into CuPy's cache on the disk, where whoever launches it finds it."""
-        with cupy.cuda.Device(self._device.id):  # the current device is one per thread
+        """Into CuPy's cache on the disk, where whoever launches it finds it; and meets the error, if there is one."""
+        with cupy.cuda.Device(self._device.id), contextlib.suppress(RuntimeError):  # the device is one per thread
             self._runtime.raw_kernel(kernel)
+
+    def _peak_bytes(self, call: Call) -> int:
+        call()  # what is made once is made now
+        self._device.synchronize()
+        _free_pool()
+        pool = cupy.cuda.MemoryPool()  # of its own: all it ever took from the device was for this call
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()
+            self._device.synchronize()
+        return int(pool.total_bytes())
 
     def _computable(self, case: Case, algorithm: str) -> list[str]:
         directions = []
@@ -199,5 +229,5 @@ class GpuBench:
         call()
         self._device.synchronize()
         run = self._stopwatch.prepare(call)
-        self._stopwatch.warm_up(run, 0.1)
+        self._stopwatch.warm_up(run, 4 * _WARM_UP_SECONDS)
         return min(self._stopwatch.seconds(run) for _ in range(_ROOF_SAMPLES))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..problem import ITEMSIZE
@@ -32,6 +32,32 @@ _ARRAYS = 16  # of the size of q: inputs, results, sums in float32
 
 class NcuError(Exception):
     """Nsight Compute could not be run, or said nothing that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A pass whose counters are read; as text, an argument of ``one.py``."""
+
+    case: Case
+    algorithm: str
+    direction: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Algorithm and direction."""
+        return self.algorithm, self.direction
+
+    def __str__(self) -> str:
+        c = self.case
+        numbers = (c.batch, c.seqlen, c.heads, c.head_dim, int(c.causal))
+        return ":".join(map(str, (self.algorithm, self.direction, c.dtype, *numbers)))
+
+    @classmethod
+    def of(cls, text: str) -> Job:
+        """The job of its text."""
+        algorithm, direction, dtype, *numbers = text.split(":")
+        batch, seqlen, heads, head_dim, causal = map(int, numbers)
+        return cls(Case(batch, seqlen, heads, head_dim, bool(causal), dtype), algorithm, direction)
 
 
 def find() -> str | None:
@@ -68,29 +94,25 @@ def enlarged(case: Case, algorithm: str, limits: Limits, free_memory: int) -> Ca
     return replace(case, batch=max(1, min(wanted, most)))
 
 
-def measure(program: str, case: Case, algorithm: str, directions: Sequence[str]) -> dict[str, Traffic]:
-    """{direction: bytes}, by one run of the profiler.
+def measure(program: str, jobs: Sequence[Job]) -> list[Traffic]:
+    """The bytes of each pass, by one run of the profiler.
 
     Raises:
         NcuError: it cannot be run (often: the driver allows counters to administrators only), or fails.
     """
     try:
-        return _measure(program, case, algorithm, directions, (READ, WRITTEN, SECTORS))
+        return _measure(program, jobs, (READ, WRITTEN, SECTORS))
     except NcuError as error:
         if "metric" not in str(error).lower():
             raise
-    return _measure(program, case, algorithm, directions, (READ, WRITTEN))  # a GPU may lack the third
+    return _measure(program, jobs, (READ, WRITTEN))  # a GPU may lack the third
 
 
-def _measure(
-    program: str, case: Case, algorithm: str, directions: Sequence[str], metrics: Sequence[str]
-) -> dict[str, Traffic]:
+def _measure(program: str, jobs: Sequence[Job], metrics: Sequence[str]) -> list[Traffic]:
     arguments = [
         *(program, "--csv", "--print-units", "base", "--profile-from-start", "off"),
         *("--clock-control", "none", "--target-processes", "all", "--metrics", ",".join(metrics)),
-        *(sys.executable, "-m", "cupyflash.compare.one"),
-        *("--algorithm", algorithm, "--directions", ",".join(directions), "--dtype", case.dtype),
-        *("--shape", ",".join(map(str, case.shape)), *(["--causal"] if case.causal else [])),
+        *(sys.executable, "-m", "cupyflash.compare.one", *map(str, jobs)),
     ]
     try:
         result = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT)
@@ -101,9 +123,9 @@ def _measure(
     if complaints or result.returncode:
         raise NcuError(" ".join(complaints[:2] or told[-3:]) or f"status {result.returncode}")
     passes = parse(result.stdout)
-    if len(passes) != len(directions):
-        raise NcuError(f"it reported {len(passes)} passes; expected {len(directions)}")
-    return dict(zip(directions, passes, strict=True))
+    if len(passes) != len(jobs):
+        raise NcuError(f"it reported {len(passes)} passes; expected {len(jobs)}")
+    return passes
 
 
 def parse(text: str) -> list[Traffic]:

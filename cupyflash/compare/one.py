@@ -1,46 +1,37 @@
-"""``python -m cupyflash.compare.one``: runs passes once each, between calls that start and stop a profiler.
+"""``python -m cupyflash.compare.one PASS ...``: runs passes once each, between calls that start and stop a profiler.
 
-A kernel that does nothing stands before each pass, so that a profiler's list can be told apart.
+A kernel that does nothing stands before each pass, so that the passes can be told apart in a profiler's list. A pass is
+written as ``ncu.Job`` writes it: ``v2:forward:bfloat16:8:16384:16:128:0``.
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 
 from . import accuracy
-from .cases import ALGORITHMS, Case
-from .ncu import MARKER
+from .ncu import MARKER, Job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--algorithm", choices=ALGORITHMS, required=True)
-    parser.add_argument("--directions", required=True)
-    parser.add_argument("--shape", required=True, help="batch,seqlen,heads,head_dim")
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--causal", action="store_true")
-    options = parser.parse_args(arguments)
-
+    """Runs the passes; returns the exit status."""
     import cupy
 
-    batch, seqlen, heads, head_dim = map(int, options.shape.split(","))
-    case = Case(batch, seqlen, heads, head_dim, options.causal, options.dtype)
+    from .gpu import inputs
+
     mark = cupy.RawKernel(f'extern "C" __global__ void {MARKER}() {{}}', MARKER)
-    arrays = [cupy.asarray(x) for x in accuracy.inputs(case)]
-    calls = accuracy.calls(case, options.algorithm, arrays)
-    passes = [calls[options.algorithm, direction] for direction in options.directions.split(",")]
     mark((1,), (1,), ())
-    for call in passes:  # compiles and loads
-        call()
-    cupy.cuda.Device().synchronize()
-    for call in passes:
+    for job in map(Job.of, sys.argv[1:] if arguments is None else arguments):
+        call = accuracy.calls(job.case, job.algorithm, inputs(job.case))[job.key]
+        call()  # compiles and loads
+        cupy.cuda.Device().synchronize()
         cupy.cuda.runtime.profilerStart()
         mark((1,), (1,), ())
         call()
         cupy.cuda.Device().synchronize()
         cupy.cuda.runtime.profilerStop()
+        del call
+        cupy.get_default_memory_pool().free_all_blocks()
     return 0
 
 

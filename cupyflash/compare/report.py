@@ -151,13 +151,14 @@ def _bytes(rows: Sequence[Row]) -> list[str]:
                 row = views.traffic_row(rows, algorithm, direction, seqlen)
                 if row is not None and row.counted is not None:
                     lines.append(_bytes_line(row))
+    without = "" if measured else " No counters were read: Nsight Compute was not there, or was not allowed to."
     heads = (
         "pass|problem|counted, GB|read|written|requested of L2, GB|measured, GB|read|written|L2 to SM, GB|counted / "
         "measured|operations per byte"
     )
     return [
         "<h2>Bytes through the GPU's memory</h2>",
-        f"<p>{_BYTES}</p>",
+        f"<p>{_BYTES}{without}</p>",
         *_figures(views.traffic(rows, direction, n) for n in lengths[-2:] for direction in ("forward", "backward")),
         _table(heads.split("|"), lines),
         "<h2>Roofline</h2>",

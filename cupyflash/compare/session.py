@@ -22,9 +22,16 @@ Key = tuple[str, str]  # algorithm, direction
 
 @dataclass(frozen=True)
 class Prepared:
-    """The passes over one problem, each run once already; and why others cannot be run."""
+    """The passes over one problem, each run already.
+
+    Attributes:
+        calls: runs a pass.
+        peaks: most memory that it holds at a time beyond its inputs, in bytes.
+        reasons: why others cannot be run.
+    """
 
     calls: Mapping[Key, Call]
+    peaks: Mapping[Key, int]
     reasons: Mapping[Key, str]
 
 
@@ -33,6 +40,7 @@ class Bench(Protocol):
 
     name: str
     made: str
+    dtype: str
     algorithms: tuple[str, ...]
 
     def compile(self, cases: Sequence[Case]) -> None:
@@ -42,13 +50,10 @@ class Bench(Protocol):
         """Bytes per second of a copy, and operations per second of a matrix product."""
 
     def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
-        """Inputs and calls of a problem; what was prepared before is let go."""
+        """Inputs and calls of a problem. What was prepared before is not called any more."""
 
     def seconds(self, call: Call) -> float:
         """One sample."""
-
-    def peak_bytes(self, call: Call) -> int:
-        """Most memory that a call holds at a time beyond its inputs."""
 
     def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
         """The bytes that a pass moves by count, and its tiles."""
@@ -144,7 +149,6 @@ def _measured(
 ) -> Iterator[Row]:
     prepared = bench.prepare(case, bench.algorithms)
     samples: dict[Key, list[float]] = {key: [] for key in prepared.calls}
-    peaks = {key: bench.peak_bytes(call) for key, call in prepared.calls.items()}
     for number in range(rounds):
         if clock.is_over and number >= _LEAST_ROUNDS:
             break
@@ -165,7 +169,7 @@ def _measured(
                     seconds=median,
                     spread=_spread(samples[key], median),
                     samples=len(samples[key]),
-                    peak_bytes=peaks[key],
+                    peak_bytes=prepared.peaks.get(key),
                 )
             else:
                 yield _row(case, key, common, note=prepared.reasons.get(key, "was not run"))

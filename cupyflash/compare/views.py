@@ -40,16 +40,17 @@ def memory(rows: Sequence[Row], head_dim: int, direction: str) -> str | None:
     lengths = sorted({x for one in series for x, _ in one.points})
     if not lengths:
         return None
-    for kind, power, name in (("v2", 1, "grows with N"), ("standard", 2, "grows with N squared")):
+    of_growth = (("v2", 1, "grows with N", "dotted"), ("standard", 2, "grows with the square of N", "dashed"))
+    for kind, power, name, style in of_growth:
         given = next((one.points for one in series if one.kind == kind and one.points), None)
         if given:
             (n, value) = given[-1]
-            series.append(Series(name, "", [(x, value * (x / n) ** power) for x in lengths], dashed=True))
+            series.append(Series(name, style, [(x, value * (x / n) ** power) for x in lengths]))
     title = f"Memory beyond the inputs, {DIRECTION_TITLES[direction]}, head dim {head_dim}"
     return charts.plot(
         title,
         Axis("sequence length", 2, lengths, _length),
-        Axis("MiB per head and batch entry", 2, text=_short),
+        Axis("MiB per head and batch entry", 2),
         series,
     )
 
@@ -87,21 +88,23 @@ def roofline(rows: Sequence[Row], head_dim: int) -> str | None:
             TITLES[name],
             name,
             [(row.flops / row.counted.total, row.rate / 1e12) for row in timed if row.algorithm == name],  # type: ignore[operator,union-attr]
-            line=False,
+            joined=False,
         )
         for name in ALGORITHMS
     ]
     xs = [x for one in series for x, _ in one.points]
     low, high = min(xs) / 2, max(xs) * 2
-    series.append(_roof("measured: copy and matrix product", timed[0].copy_bytes, timed[0].gemm_flops, low, high))
+    series.append(
+        _roof("measured: copy and matrix product", "dashed", timed[0].copy_bytes, timed[0].gemm_flops, low, high)
+    )
     vendor = peak(timed[0].device)
     if vendor is not None:
-        series.append(_roof("data sheet", vendor.bytes, vendor.flops, low, high))
+        series.append(_roof("data sheet", "dotted", vendor.bytes, vendor.flops, low, high))
     title = f"Roofline, head dim {head_dim}, full, forward and backward of every length"
     return charts.plot(
         title,
-        Axis("operations per byte through memory (counted)", 10, text=_short),
-        Axis("TFLOP/s", 10, text=_short),
+        Axis("operations per byte through memory (counted)", 10),
+        Axis("TFLOP/s", 10),
         series,
     )
 
@@ -130,15 +133,11 @@ def _timed(rows: Sequence[Row], head_dim: int, causal: bool, direction: str, alg
     return sorted((row for row in found if row.seconds), key=lambda row: row.seqlen)
 
 
-def _roof(name: str, bytes_per_second: float, flops: float, low: float, high: float) -> Series:
+def _roof(name: str, style: str, bytes_per_second: float, flops: float, low: float, high: float) -> Series:
     corner = flops / bytes_per_second
     xs = sorted({low, min(max(corner, low), high), high})
-    return Series(name, "", [(x, min(x * bytes_per_second, flops) / 1e12) for x in xs], dashed=True)
+    return Series(name, style, [(x, min(x * bytes_per_second, flops) / 1e12) for x in xs])
 
 
 def _length(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
-
-
-def _short(value: float) -> str:
-    return f"{value:g}" if value >= 0.01 else f"{value:.0e}"
