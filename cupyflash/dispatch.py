@@ -60,7 +60,7 @@ class Plan:
     """The launches of one pass, in order.
 
     Attributes:
-        launches: (kernel, number of blocks); none where the standard algorithm is chosen, which is CuPy's to launch.
+        launches: (kernel, number of blocks); none where the standard algorithm is chosen, see standard.py.
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
         dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters, if any; 0 where dQ is
             summed in place or has a kernel of its own.

@@ -56,6 +56,17 @@ def visits_of_keys(p, Br, Bc):
     return [(queries, keys) for keys, queries in visits(swapped, Bc, Br)]
 
 
+def visits_of_the_same(p, Br, Bc):
+    """Visits to tiles of queries of one head, but for the first of each."""
+    seen = visible(p)
+    visited = 0
+    for i in range(0, p.seqlen_q, Br):
+        keys = np.flatnonzero(seen[i : i + Br].any(axis=0))
+        if len(keys):
+            visited += keys[-1] // Bc - keys[0] // Bc
+    return visited
+
+
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize(("Br", "Bc"), [(64, 64), (128, 48), (32, 16), (256, 256)])
 def test_requested_bytes_are_those_of_the_loops(band, Br, Bc):
@@ -70,8 +81,15 @@ def test_requested_bytes_are_those_of_the_loops(band, Br, Bc):
     assert forward.requested == rows * (E * (p.head_dim + p.head_dim_v) + 4) + streamed
 
     v1 = hbm.count("v1", "forward", p, {"forward": config}, H200, flushed=True)
-    per_row = E * p.head_dim + 2 * (E * p.head_dim_v + 8)
-    assert v1.requested == K_and_V + heads * sum(queries for queries, _ in by_keys) * per_row
+    queries = heads * sum(queries for queries, _ in by_keys)
+    again = heads * Br * visits_of_the_same(p, Br, Bc)  # rows whose O, m and l are written, and read by the next visit
+    out = rows * (E * p.head_dim_v + 4)
+    assert v1.requested == 2 * K_and_V + queries * E * p.head_dim + again * 2 * 4 * (p.head_dim_v + 2) + out
+
+    v1 = hbm.count("v1", "backward", p, {"backward": config}, H200, flushed=True)
+    streamed = queries * (E * (p.head_dim + p.head_dim_v) + 8) + again * 2 * 4 * p.head_dim
+    delta = rows * (2 * E * p.head_dim_v + 8)
+    assert v1.requested == delta + 2 * K_and_V + streamed + rows * E * p.head_dim
 
     backward = hbm.count("v2", "backward", p, {"backward": config}, H200, flushed=True)
     visited = heads * sum(queries for queries, _ in by_keys)
@@ -95,22 +113,23 @@ def test_a_cache_that_holds_all_leaves_what_has_to_be(algorithm, direction):
     rows = p.batch * p.num_heads * p.seqlen_q
     Q, O, lse, sums = rows * p.head_dim * E, rows * p.head_dim_v * E, rows * 4, rows * p.head_dim * 4
     K_and_V = E * (p.head_dim + p.head_dim_v) * p.batch * p.num_kv_heads * p.seqlen_k
+    kept = p.batch * p.num_heads * -(-p.seqlen_q // 64) * 64 * 4  # rows of whole tiles
     expected = {
-        ("v1", "forward"): (Q + O + 2 * lse + K_and_V, O + 2 * lse),
+        ("v1", "forward"): (Q + K_and_V, O + lse + kept * (p.head_dim_v + 2)),
         ("v2", "forward"): (Q + K_and_V, O + lse),
         ("v3", "forward"): (Q + K_and_V, O + lse),
         # delta; K, V, Q, dO, LSE, delta; sums that are cleared, added to, and rounded
         ("v2", "backward"): (2 * O + lse + K_and_V + Q + O + 2 * lse + 2 * sums, lse + K_and_V + 2 * sums + Q),
         # the first to come stores
         ("v3", "backward"): (2 * O + lse + K_and_V + Q + O + 2 * lse + sums, lse + K_and_V + sums + Q),
-        ("v1", "backward"): (K_and_V + Q + 2 * O + lse + sums, K_and_V + sums),
+        ("v1", "backward"): (2 * O + lse + K_and_V + Q + O + 2 * lse, lse + K_and_V + Q + kept * p.head_dim),
     }[algorithm, direction]
     traffic = hbm.count(algorithm, direction, p, config, ALL_CACHE, flushed=True)
     assert (traffic.read, traffic.written) == expected
 
 
 def test_without_a_cache_all_is_moved():
-    p = problem("causal")
+    p = problem("causal", kv_heads=4)
     for algorithm in ("v1", "v2"):
         traffic = hbm.count(algorithm, "forward", p, {"forward": tiles(64, 64)}, NO_CACHE, flushed=True)
         assert traffic.total == traffic.requested
@@ -125,11 +144,11 @@ def test_v1_grows_with_the_square_of_the_length_and_falls_with_shared_memory():
         for part in (1, 2):
             Bc = shared // E // (4 * 128) // part
             counted = hbm.count("v1", "forward", p, {"forward": tiles(64, Bc)}, H200, flushed=True)
-            # The theorem does not count m and l.
+            # Beside the theorem: m and l, what is moved once, and the first and the last round, which are cheaper.
             assert counted.total == pytest.approx(hbm.paper_v1_bytes(p, shared // part), rel=0.03)
             counts[n, part] = counted.total
-    assert counts[16384, 1] / counts[8192, 1] == pytest.approx(4, rel=0.01)
-    assert counts[8192, 2] / counts[8192, 1] == pytest.approx(2, rel=0.01)
+    assert counts[16384, 1] / counts[8192, 1] == pytest.approx(4, rel=0.02)
+    assert counts[8192, 2] / counts[8192, 1] == pytest.approx(2, rel=0.02)
 
 
 def test_v2_grows_with_the_length():

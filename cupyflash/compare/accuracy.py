@@ -14,7 +14,8 @@ from cupyflash.reference import reference_backward, reference_forward
 
 from .cases import DIRECTIONS, Case
 
-_SMALL = {"batch": 1, "seqlen": 512, "heads": 2}  # float64 on the host takes a second
+_LENGTHS = (512, 1024, 2048, 4096)  # float64 on the host takes seconds
+_HEADS = 1
 
 
 def inputs(case: Case, seed: int = 0, count: int = 4) -> list[Array]:
@@ -48,24 +49,31 @@ def calls(case: Case, algorithm: str, arrays: Sequence[Array]) -> dict[tuple[str
     return {(algorithm, direction): call for direction, call in zip(DIRECTIONS, (forward, backward, step), strict=True)}
 
 
-def small(head_dim: int, causal: bool, dtype: str) -> Case:
-    """The problem whose results are compared with float64."""
-    return Case(head_dim=head_dim, causal=causal, dtype=dtype, **_SMALL)
+def cases(of: Sequence[Case]) -> list[Case]:
+    """The problems whose results are compared with float64, for the head dims and up to the lengths of these.
+
+    The shortest also with a causal mask.
+    """
+    longest = max(case.seqlen for case in of)
+    lengths = [length for length in _LENGTHS if length <= longest] or [longest]
+    return [
+        Case(1, length, _HEADS, head_dim, causal, of[0].dtype)
+        for head_dim in dict.fromkeys(case.head_dim for case in of)
+        for length in lengths
+        for causal in ((False, True) if length == lengths[0] else (False,))
+    ]
 
 
 def errors(
-    head_dim: int,
-    causal: bool,
-    dtype: str,
+    case: Case,
     algorithms: Sequence[str],
     to_device: Callable[[Array], Array],
     to_host: Callable[[Array], Array],
-) -> dict[tuple[str, str], tuple[Case, float]]:
-    """{(algorithm, direction): (the problem, the largest error over the largest element)}, of what can be computed.
+) -> dict[tuple[str, str], float]:
+    """{(algorithm, direction): the largest error over the largest element}, of what can be computed.
 
     Of the gradients it is that of the worst of the three.
     """
-    case = small(head_dim, causal, dtype)
     q, k, v, dout = inputs(case, seed=1)
     problem = case.problem()
     expected = {
@@ -79,8 +87,7 @@ def errors(
             for direction, right in expected.items():
                 results = of_algorithm[algorithm, direction]()
                 pairs = zip(results, right, strict=False)  # lse is not compared
-                error = max(_relative(to_host(result), reference) for result, reference in pairs)
-                found[algorithm, direction] = case, error
+                found[algorithm, direction] = max(_relative(to_host(got), reference) for got, reference in pairs)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -105,15 +106,26 @@ def bars(title: str, unit: str, rows: Sequence[tuple[str, str, float, float]]) -
     return _svg(title, drawn, width, bottom + 40)
 
 
+def beside(drawn: Sequence[str]) -> str:
+    """Charts in a row, as one."""
+    sizes = [tuple(map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])) for svg in drawn]
+    placed, left = [], 0.0
+    for svg, (width, _) in zip(drawn, sizes, strict=True):
+        placed.append(svg.replace("<svg ", f'<svg x="{left:.0f}" ', 1))
+        left += width
+    height = max(height for _, height in sizes)
+    return f'<svg viewBox="0 0 {left:.0f} {height:.0f}" width="{left:.0f}" role="img">{"".join(placed)}</svg>'
+
+
 def standalone(svg: str) -> str:
     """A chart as a file of its own, in the colours of whoever looks at it."""
     style = (
         f"{STYLE}svg{{color:#1b1f24;background:#fff}}"
         "@media(prefers-color-scheme:dark){svg{color:#e6e6e6;background:#16181c}}"
     )
-    return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-        "</title>", f"</title><style>{style}</style>", 1
-    )
+    begin, rest = svg.split(">", 1)
+    begin = begin.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return f"{begin}><style>{style}</style>{rest}"
 
 
 def _scale(

@@ -64,8 +64,8 @@ class CpuBench:
     def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
         return None, ""
 
-    def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
-        return accuracy.errors(head_dim, causal, self.dtype, self.algorithms, np.asarray, np.asarray)
+    def errors(self, case: Case) -> dict[Key, float]:
+        return accuracy.errors(case, self.algorithms, np.asarray, np.asarray)
 
     def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
         return iter(())

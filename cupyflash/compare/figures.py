@@ -9,26 +9,28 @@ from pathlib import Path
 from . import charts, table, views
 from .table import Row, unique
 
+_LENGTH_OF_BYTES = 4096
+
 
 def figures(rows: Sequence[Row]) -> dict[str, str]:
     """{file name: SVG text}, of head dim 128 where it was measured, else of the largest."""
     dims = unique(row.head_dim for row in rows if row.seconds)
     head_dim = 128 if 128 in dims else max(dims, default=0)
-    lengths = sorted({row.seqlen for row in rows if row.counted is not None})
+    measured = [row for row in rows if row.measured] or [row for row in rows if row.counted]
+    lengths = sorted({row.seqlen for row in measured})
+    length = next((n for n in lengths if n >= _LENGTH_OF_BYTES), max(lengths, default=0))
+    passes = ("forward", "backward")
     drawn = {
-        f"{name}_{mask}.svg": views.rates(rows, head_dim, causal, direction)
-        for name, direction in (("forward", "forward"), ("backward", "backward"), ("training_step", "step"))
-        for mask, causal in (("full", False), ("causal", True))
+        "throughput.svg": [views.rates(rows, head_dim, causal, "step") for causal in (False, True)],
+        "time.svg": [views.times(rows, head_dim, False, direction) for direction in ("forward", "step")],
+        "speedups.svg": [views.ratios(rows, head_dim, causal, "step") for causal in (False, True)],
+        "memory.svg": [views.memory(rows, head_dim, direction) for direction in ("forward", "step")],
+        "hbm.svg": [views.traffic(rows, direction, length) for direction in passes],
+        "roofline.svg": [views.roofline(rows, head_dim)],
+        "error.svg": [views.errors(rows, head_dim, direction) for direction in passes],
     }
-    drawn |= {
-        "memory.svg": views.memory(rows, head_dim, "step"),
-        "memory_forward.svg": views.memory(rows, head_dim, "forward"),
-        "roofline.svg": views.roofline(rows, head_dim),
-    }
-    for direction in ("forward", "backward"):
-        for seqlen in lengths:
-            drawn[f"bytes_{direction}_{seqlen}.svg"] = views.traffic(rows, direction, seqlen)
-    return {name: charts.standalone(svg) for name, svg in drawn.items() if svg is not None}
+    complete = {name: [svg for svg in parts if svg is not None] for name, parts in drawn.items()}
+    return {name: charts.standalone(charts.beside(parts)) for name, parts in complete.items() if parts}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -75,9 +75,8 @@ class GpuBench:
         self._expected: dict[int, float] = {}
 
     def compile(self, cases: Sequence[Case]) -> None:
-        small = {accuracy.small(case.head_dim, case.causal, case.dtype) for case in cases}
         profiled = {job.case for job in self._jobs(cases)} if self._ncu else set()
-        kernels = {kernel for case in {*cases, *small, *profiled} for kernel in self._kernels(case)}
+        kernels = {kernel for case in {*cases, *accuracy.cases(cases), *profiled} for kernel in self._kernels(case)}
         modules = {(kernel.file, kernel.defines): kernel for kernel in kernels}
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as threads:
             list(threads.map(self._compile, modules.values()))
@@ -144,8 +143,8 @@ class GpuBench:
         plans = [plan(problem, 16, self.limits) for plan in passes[direction]]
         return {task: config for plan in plans for task, config, _ in plan.configs}
 
-    def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
-        return accuracy.errors(head_dim, causal, self.dtype, self.algorithms, cupy.asarray, cupy.asnumpy)
+    def errors(self, case: Case) -> dict[Key, float]:
+        return accuracy.errors(case, self.algorithms, cupy.asarray, cupy.asnumpy)
 
     def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
         if self._ncu is None:

@@ -108,17 +108,17 @@ def hit_rate(bytes_between: float, cache_bytes: float) -> float:
     return h
 
 
-def paper_v1_bytes(problem: Problem, shared_bytes: int) -> int:
-    """Theorem 2 of FlashAttention for its forward, 4 N^2 d^2 / M elements and what is read once, N being square.
+def paper_v1_bytes(problem: Problem, shared_bytes: int) -> float:
+    """N^2 d^2 / M, of theorem 2 of FlashAttention for its forward, with the factors of algorithm 1.
 
-    M is the shared memory of a block in elements. The 4 is of algorithm 1, where a block of keys is M / (4 d) rows, and
-    Q, O and the statistics pass once per block of keys: about 3 N d elements each time, of which 2 are read.
+    M is the shared memory of a block in elements. A block of keys is M / (4 d) rows; for each, N d elements of Q are
+    read, and N d of O are read and written, which are float32 here as in the authors' code.
     """
-    e, d = problem.itemsize, problem.head_dim
-    M = shared_bytes // e
-    rounds = 4 * d * problem.seqlen_k / M
-    per_head = rounds * 3 * problem.seqlen_q * d + 2 * problem.seqlen_k * d
-    return round(per_head * e * problem.batch * problem.num_heads)
+    d = problem.head_dim
+    M = shared_bytes / problem.itemsize
+    rounds = problem.seqlen_k / (M / (4 * d))
+    per_round = problem.seqlen_q * d * (problem.itemsize + 2 * _SUM_BYTES)
+    return rounds * per_round * problem.batch * problem.num_heads
 
 
 def _standard_forward(problem: Problem, kept: float) -> Traffic:
@@ -193,35 +193,55 @@ def _rows(problem: Problem) -> Traffic:
 
 
 def _v1_forward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
-    """One block per head: per block of keys, Q, O, m and l of every row that sees it are read, and O, m, l written."""
-    e, d, dv = problem.itemsize, problem.head_dim, problem.head_dim_v
-    state = dv * e + 2 * _SUM_BYTES
-    return _keys_outside(problem, tiles, limits, read_only=d * e, state=state, results=0)
+    """One block per head. Per block of keys and of queries that see it, Q is read, and O, m and l are read and written.
+
+    They are float32 in memory; the first visit reads none, and the last writes O and LSE in their place.
+    """
+    _, KV, O, _, _, lse = _sizes(problem)
+    dv = tile_head_dims(problem.head_dim, problem.head_dim_v)[1]
+    Q = problem.head_dim * problem.itemsize
+    blocks = _heads(problem)
+    moved = _keys_outside(problem, tiles, limits, blocks, read_only=Q, state=(dv + 2) * _SUM_BYTES)
+    # Heads of a group run at the same time, and read the same keys.
+    return moved + Traffic(KV, O + lse, KV * problem.group + O + lse)
 
 
 def _v1_backward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
-    """Likewise: per block of keys, Q, O, dO, dQ and LSE are read, and dQ written; dK and dV once."""
-    _, KV, *_ = _sizes(problem)
-    e, d, dv = problem.itemsize, problem.head_dim, problem.head_dim_v
-    return _keys_outside(
-        problem, tiles, limits, read_only=(d + 2 * dv) * e + _SUM_BYTES, state=d * _SUM_BYTES, results=KV
-    )
+    """One block per key/value head. Likewise: Q, dO, LSE and delta are read, float32 sums of dQ are read and written.
+
+    The first visit reads no sums, and the last writes dQ in their place; dK and dV are written once.
+    """
+    Q, KV, *_ = _sizes(problem)
+    d = tile_head_dims(problem.head_dim, problem.head_dim_v)[0]
+    read_only = _row_bytes(problem) + 2 * _SUM_BYTES
+    blocks = problem.batch * problem.num_kv_heads
+    moved = _keys_outside(problem, tiles, limits, blocks, read_only=read_only, state=d * _SUM_BYTES)
+    return _rows(problem) + moved + Traffic(KV, KV + Q, 2 * KV + Q)
 
 
 def _keys_outside(
-    problem: Problem, tiles: TileConfig, limits: Limits, read_only: int, state: int, results: int
+    problem: Problem, tiles: TileConfig, limits: Limits, blocks: int, read_only: int, state: int
 ) -> Traffic:
-    """Keys outside, queries inside. read_only, state: bytes per row of queries and round; results: written once."""
-    _, KV, *_ = _sizes(problem)
+    """What goes with the rows of queries where keys are outside.
+
+    Args:
+        blocks: that could run at a time.
+        read_only, state: bytes of a row that each visit reads, and that it takes over from the visit before.
+    """
     heads = _heads(problem)
-    rows = heads * problem.seqlen_q
-    visited = heads * sum(queries for queries, _ in _keys_and_rows(problem, tiles.Br, tiles.Bc))
-    running = min(heads, limits.sm_count * tiles.blocks_per_sm)
-    hits = hit_rate(running * problem.seqlen_q * (read_only + state), limits.l2_bytes)
-    lost = max(0, visited - rows) * (1 - hits)
-    read = KV + (min(rows, visited) + lost) * (read_only + state)
-    written = (min(rows, visited) + lost) * state + results
-    return Traffic(round(read), round(written), KV + visited * (read_only + 2 * state) + results)
+    by_keys = [queries for queries, _ in _keys_and_rows(problem, tiles.Br, tiles.Bc)]
+    visits = heads * sum(-(-queries // tiles.Br) for queries in by_keys)
+    seen = heads * sum(keys > 0 for _, keys in _rows_and_keys(problem, tiles.Br, tiles.Bc))  # tiles of queries
+    read_rows, rows = heads * sum(by_keys), min(heads * problem.seqlen_q, heads * sum(by_keys))
+    taken_over = (visits - seen) * tiles.Br  # rows, padded to whole tiles as memory has them
+    kept = min(taken_over, seen * tiles.Br)
+
+    running = min(blocks, limits.sm_count * tiles.blocks_per_sm) * heads // blocks  # heads
+    rows_between = sum(by_keys) / max(1, len(by_keys))
+    misses = 1 - hit_rate(running * rows_between * (read_only + state), limits.l2_bytes)
+    read = (rows + (read_rows - rows) * misses) * read_only + taken_over * misses * state
+    written = (kept + (taken_over - kept) * misses) * state
+    return Traffic(round(read), round(written), read_rows * read_only + 2 * taken_over * state)
 
 
 def _rows_and_keys(problem: Problem, Br: int, Bc: int) -> list[tuple[int, int]]:

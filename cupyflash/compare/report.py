@@ -10,7 +10,7 @@ from . import charts, views
 from .cases import ALGORITHMS, DIRECTION_TITLES, DIRECTIONS, TITLES
 from .cpu import CANNOT
 from .devices import peak
-from .table import Row, select, unique
+from .table import Row, unique
 
 MOST_BYTES = 2_000_000
 
@@ -55,6 +55,11 @@ def render(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
             for causal in (False, True)
             for direction in DIRECTIONS
         ),
+        *_figures(
+            views.ratios(rows, head_dim, causal, "step")
+            for head_dim in unique(row.head_dim for row in rows)
+            for causal in (False, True)
+        ),
         "<h2>Memory</h2>",
         f"<p>{_MEMORY}</p>",
         *_figures(
@@ -65,6 +70,11 @@ def render(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
         *(_bytes(rows) if on_gpu else ()),
         "<h2>Error</h2>",
         f"<p>{_ERROR}</p>",
+        *_figures(
+            views.errors(rows, head_dim, direction)
+            for head_dim in unique(row.head_dim for row in rows)
+            for direction in ("forward", "backward")
+        ),
         _errors(rows),
         "<h2>All times</h2>",
         _times(rows),
@@ -87,8 +97,8 @@ _MEMORY = (
 )
 _ERROR = (
     "The largest error against float64 over the largest element, of out or of the worst of dq, dk and dv, for normal "
-    "inputs of 512 queries and keys. All are exact algorithms: what differs is rounding. Standard attention rounds S "
-    "and P to 16 bits on the way through memory; the others keep scores and sums in float32 and round P once."
+    "inputs of one head. All are exact algorithms: what differs is rounding. Standard attention rounds S and P to 16 "
+    "bits on the way through memory; the others keep scores and sums in float32 and round P once."
 )
 _METHOD_GPU = (
     "Times are by events around each pass, with an emptied L2 cache, passes of all algorithms in turns and in a new "
@@ -97,8 +107,8 @@ _METHOD_GPU = (
     " one softmax kernel. V1, V2 and V3 are the kernels that <code>attention(..., algorithm=...)</code> launches."
 )
 _METHOD_CPU = (
-    "Times are of the wall clock, passes of both algorithms in turns and in a new random order each round; the "
-    "median counts."
+    "Times are of the wall clock, passes of both algorithms in turns and in a new random order each round; the median"
+    " counts."
 )
 _BYTES = (
     "Counted is what the loops move through the GPU's memory, with a cache of the size of its L2 (a model: "
@@ -189,14 +199,12 @@ def _bytes_line(row: Row) -> list[str]:
 def _errors(rows: Sequence[Row]) -> str:
     of_error = [row for row in rows if row.error is not None]
     lines = []
-    for head_dim in unique(row.head_dim for row in of_error):
-        for causal in unique(row.causal for row in of_error):
-            for direction in ("forward", "backward"):
-                found = select(of_error, head_dim=head_dim, causal=causal, direction=direction)
-                by_algorithm = {row.algorithm: row.error for row in found}
-                name = f"{direction}, head dim {head_dim}{', causal' if causal else ''}"
-                errors = (by_algorithm.get(algorithm) for algorithm in ALGORITHMS)
-                lines.append([name, *("" if error is None else f"{error:.2e}" for error in errors)])
+    for case in unique(row.case for row in of_error):
+        for direction in ("forward", "backward"):
+            found = [row for row in of_error if row.case == case and row.direction == direction]
+            by_algorithm = {row.algorithm: row.error for row in found}
+            errors = (by_algorithm.get(algorithm) for algorithm in ALGORITHMS)
+            lines.append([f"{direction}, {case}", *("" if error is None else f"{error:.2e}" for error in errors)])
     return _table(["", *map(_short, ALGORITHMS)], lines)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
+from . import accuracy
 from .cases import ALGORITHMS, DIRECTIONS, Case
 from .hbm import Traffic, flops
 from .table import Row
@@ -58,7 +59,7 @@ class Bench(Protocol):
     def counted(self, case: Case, key: Key) -> tuple[Traffic | None, str]:
         """The bytes that a pass moves by count, and its tiles."""
 
-    def errors(self, head_dim: int, causal: bool) -> dict[Key, tuple[Case, float]]:
+    def errors(self, case: Case) -> dict[Key, float]:
         """The errors of all algorithms on a small problem, against float64."""
 
     def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
@@ -110,9 +111,8 @@ def compare(
     common = {"device": bench.name, "made": bench.made, "copy_bytes": copy_bytes, "gemm_flops": gemm_flops}
 
     rows = []
-    for head_dim, causal in dict.fromkeys((case.head_dim, case.causal) for case in cases):
-        for (algorithm, direction), (case, error) in bench.errors(head_dim, causal).items():
-            rows.append(_row(case, (algorithm, direction), common, error=error))
+    for case in accuracy.cases(cases):
+        rows += [_row(case, key, common, error=error) for key, error in bench.errors(case).items()]
     say(f"errors against float64 of {len(rows)} passes")
 
     counted = list(bench.counters(cases, None if clock.left is None else clock.left / 2))

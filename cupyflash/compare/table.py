@@ -144,7 +144,7 @@ def _text(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return str(int(value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return str(value)
 
 
 def _value(kind: str, text: str) -> Any:

@@ -24,10 +24,50 @@ def rates(rows: Sequence[Row], head_dim: int, causal: bool, direction: str) -> s
     ]
     if not series:
         return None
-    lengths = sorted({x for one in series for x, _ in one.points})
-    mask = "causal" if causal else "full"
-    title = f"{DIRECTION_TITLES[direction].capitalize()}, head dim {head_dim}, {mask}"
-    return charts.plot(title, Axis("sequence length", 2, lengths, _length), Axis("TFLOP/s"), series)
+    title = f"Speed, {_title(direction, head_dim, causal)}"
+    return charts.plot(title, _lengths(series), Axis("TFLOP/s"), series)
+
+
+def times(rows: Sequence[Row], head_dim: int, causal: bool, direction: str) -> str | None:
+    """Milliseconds over the length, for a fixed number of tokens."""
+    series = [
+        Series(TITLES[name], name, [(row.seqlen, (row.seconds or 0) * 1e3) for row in found])
+        for name in ALGORITHMS
+        if (found := _timed(rows, head_dim, causal, direction, name))
+    ]
+    if not series:
+        return None
+    title = f"Time, {_title(direction, head_dim, causal)}"
+    return charts.plot(title, _lengths(series), Axis("ms", 2), series)
+
+
+def ratios(rows: Sequence[Row], head_dim: int, causal: bool, direction: str) -> str | None:
+    """How much faster each algorithm is than the one before, over the length."""
+    series = []
+    for newer, older in RATIOS[:3]:
+        of = {row.seqlen: row.seconds or 0 for row in _timed(rows, head_dim, causal, direction, older)}
+        found = _timed(rows, head_dim, causal, direction, newer)
+        points = [(row.seqlen, of[row.seqlen] / (row.seconds or 1)) for row in found if row.seqlen in of]
+        if points:
+            series.append(Series(f"{newer.upper()} over {older.replace('v', 'V')}", newer, points))
+    if not series:
+        return None
+    title = f"Speed-up, {_title(direction, head_dim, causal)}"
+    return charts.plot(title, _lengths(series), Axis("times as fast"), series)
+
+
+def errors(rows: Sequence[Row], head_dim: int, direction: str) -> str | None:
+    """Largest error against float64, over the largest element, over the length."""
+    found = [row for row in select(rows, head_dim=head_dim, direction=direction, causal=False) if row.error]
+    series = [
+        Series(TITLES[name], name, [(row.seqlen, row.error or 0) for row in found if row.algorithm == name])
+        for name in ALGORITHMS
+    ]
+    if not found:
+        return None
+    what = {"forward": "out", "backward": "gradients"}[direction]
+    title = f"Largest error of {what} against float64, head dim {head_dim}, {found[0].dtype}"
+    return charts.plot(title, _lengths(series), Axis("over the largest element", 2, text=lambda x: f"{x:.1e}"), series)
 
 
 def memory(rows: Sequence[Row], head_dim: int, direction: str) -> str | None:
@@ -40,6 +80,7 @@ def memory(rows: Sequence[Row], head_dim: int, direction: str) -> str | None:
     lengths = sorted({x for one in series for x, _ in one.points})
     if not lengths:
         return None
+    x = _lengths(series)
     of_growth = (("v2", 1, "grows with N", "dotted"), ("standard", 2, "grows with the square of N", "dashed"))
     for kind, power, name, style in of_growth:
         given = next((one.points for one in series if one.kind == kind and one.points), None)
@@ -49,7 +90,7 @@ def memory(rows: Sequence[Row], head_dim: int, direction: str) -> str | None:
     title = f"Memory beyond the inputs, {DIRECTION_TITLES[direction]}, head dim {head_dim}"
     return charts.plot(
         title,
-        Axis("sequence length", 2, lengths, _length),
+        x,
         Axis("MiB per head and batch entry", 2),
         series,
     )
@@ -126,6 +167,16 @@ def speed_ups(rows: Sequence[Row], direction: str, **wanted: object) -> dict[tup
 def mean(ratios: Sequence[float]) -> float:
     """The geometric mean."""
     return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def _title(direction: str, head_dim: int, causal: bool) -> str:
+    return f"{DIRECTION_TITLES[direction]}, head dim {head_dim}, {'causal' if causal else 'full'}"
+
+
+def _lengths(series: Sequence[Series]) -> Axis:
+    """The axis of sequence lengths."""
+    ticks = sorted({x for one in series for x, _ in one.points})
+    return Axis("sequence length", 2, ticks, _length)
 
 
 def _timed(rows: Sequence[Row], head_dim: int, causal: bool, direction: str, algorithm: str) -> list[Row]:

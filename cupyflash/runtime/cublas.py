@@ -16,6 +16,12 @@ import numpy as np
 from ..arrays import Array
 
 _LONGEST = 2**31 - 1  # sizes and leading dimensions are int32
+_DATA_TYPES: dict[str, int] = {
+    "float16": cupy.cuda.runtime.CUDA_R_16F,
+    "bfloat16": cupy.cuda.runtime.CUDA_R_16BF,
+    "float32": cupy.cuda.runtime.CUDA_R_32F,
+    "float64": cupy.cuda.runtime.CUDA_R_64F,
+}
 _NO_REDUCED_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums stay float32
 
 
@@ -55,19 +61,14 @@ class Products:
         wide = np.float64 if A.dtype.name == "float64" else np.float32
         scalars = np.array([alpha, beta], wide)  # read before the call returns
         alpha_at = scalars.ctypes.data
-        for count, strides, offsets in batches(A, B, C):
-            a, b, c = (x.data.ptr + offset * x.itemsize for x, offset in zip((A, B, C), offsets, strict=True))
-            self._multiply(
-                self._handle,
-                *(self._transpose[not b_rows], self._transpose[not a_rows]),
-                *(n, m, k),
-                alpha_at,
-                *(b, data_type(B), ldb, strides[1]),
-                *(a, data_type(A), lda, strides[0]),
-                alpha_at + scalars.itemsize,
-                *(c, data_type(C), ldc, strides[2]),
-                *(count, compute, self._algorithm),
-            )
+        beta_at = alpha_at + scalars.itemsize
+        before = self._handle, self._transpose[not b_rows], self._transpose[not a_rows], n, m, k, alpha_at
+        a_type, b_type, c_type = map(data_type, (A, B, C))
+        a_at, b_at, c_at = A.data.ptr, B.data.ptr, C.data.ptr
+        after = compute, self._algorithm
+        for count, (a_step, b_step, c_step), (a, b, c) in batches(A, B, C):
+            of_A, of_B = (a_at + a, a_type, lda, a_step), (b_at + b, b_type, ldb, b_step)
+            self._multiply(*before, *of_B, *of_A, beta_at, c_at + c, c_type, ldc, c_step, count, *after)
 
 
 @contextmanager
@@ -88,14 +89,7 @@ def products(precision: str = "ieee") -> Iterator[Products]:
 
 def data_type(array: Array) -> int:
     """The name of an array's dtype in cuBLAS."""
-    runtime = cupy.cuda.runtime
-    types = {
-        "float16": runtime.CUDA_R_16F,
-        "bfloat16": runtime.CUDA_R_16BF,
-        "float32": runtime.CUDA_R_32F,
-        "float64": runtime.CUDA_R_64F,
-    }
-    return int(types[array.dtype.name])
+    return _DATA_TYPES[array.dtype.name]
 
 
 def addressable(array: Array) -> tuple[Array, bool, int]:
@@ -128,7 +122,7 @@ def layout(array: Array) -> tuple[bool, int] | None:
 
 
 def batches(*matrices: Array) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Calls that cover all leading axes: (count, stride of each array, offset of each array), in elements.
+    """Calls that cover all leading axes: (count, elements between matrices of each array, offset of each in bytes).
 
     Axes along which all arrays advance evenly are one axis; the longest goes into one call, the others are counted.
     """
@@ -145,5 +139,6 @@ def batches(*matrices: Array) -> Iterator[tuple[int, list[int], list[int]]]:
     batched = max((axis for axis in axes if min(axis[1]) >= 0), key=lambda axis: axis[0], default=(1, none))
     counted = [axis for axis in axes if axis is not batched]
     for index in itertools.product(*(range(length) for length, _ in counted)):
-        offsets = [sum(i * s[x] for i, (_, s) in zip(index, counted, strict=True)) for x in range(len(matrices))]
+        steps = [(i, strides) for i, (_, strides) in zip(index, counted, strict=True)]
+        offsets = [x.itemsize * sum(i * strides[n] for i, strides in steps) for n, x in enumerate(matrices)]
         yield batched[0], batched[1], offsets
