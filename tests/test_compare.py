@@ -24,6 +24,7 @@ class ScriptedBench:
 
     name = "NVIDIA H200"
     dtype = "bfloat16"
+    notes = ()
     made = "made for a test"
     algorithms = ALGORITHMS
     seconds_of = {"standard": 8.0, "v1": 4.0, "v2": 2.0, "v3": 1.0}  # noqa: RUF012  # never changed
@@ -189,7 +190,9 @@ def test_a_page_shows_all_and_fetches_nothing():
     assert "Something to know." in page
     assert "2.00 (2.00 to 2.00)" in page  # V3 over V2
     assert "a copy moves 4,000 GB/s, a matrix product does 700 TFLOP/s (data sheet: 4,800 GB/s, 989 TFLOP/s)" in page
-    assert "1.10" in page  # counted over measured
+    assert "<td>1.10</td>" in page  # counted over measured
+    theorem = hbm.paper_v1_bytes(next(row for row in rows if row.measured).case.problem(), 232_448) / 1e9
+    assert f"<td>{theorem:,.4g}</td>" in page
     for chart in (
         "Speed, forward, head dim 128, full",
         "Speed-up, forward and",
@@ -570,7 +573,7 @@ def test_the_command_on_the_cpu(compared):
     assert all(0 < error < 1e-5 for error in errors.values())
     assert "This machine has no GPU that CuPy finds" in page.read_text()
     assert any(re.match(r"forward and backward: v2 [\d.]+ times standard", line) for line in said)
-    assert said[-1] == f"{data}\n{page}"
+    assert said[-2:] == [str(data), str(page)]
     assert all(math.isfinite(row.seconds) for row in timed)
 
 
@@ -582,9 +585,33 @@ def test_a_page_is_made_again_from_its_rows(compared, tmp_path, capsys):
     assert capsys.readouterr().out == f"{again}\n"
 
 
+@pytest.mark.parametrize("broken_by", [KeyboardInterrupt, RuntimeError("an illegal address")])
+def test_what_was_measured_is_kept(tmp_path, capsys, monkeypatch, broken_by):
+    """Whatever breaks it off: here the seventieth sample."""
+
+    class Breaking(ScriptedBench):
+        def seconds(self, call):
+            if len(self.samples) == 70:
+                raise broken_by
+            return super().seconds(call)
+
+    monkeypatch.setattr("cupyflash.cli.compare._cpu_bench", Breaking)
+    command = ["compare", "--device", "cpu", "--lengths", "64,128", "--rounds", "2", "--out", str(tmp_path / "a.html")]
+    if broken_by is KeyboardInterrupt:
+        assert main(command) == 130
+    else:
+        with pytest.raises(SystemExit):
+            main(command)
+        assert "an illegal address" in capsys.readouterr().err
+    timed = [row for row in table.read(tmp_path / "a.csv") if row.seconds]
+    assert len({row.case for row in timed}) == 2
+    assert "Speed" in (tmp_path / "a.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--out page.csv", "--out is the page"),
         ("--lengths 12,x", "'x'; expected a whole number above 0"),
         ("--head-dims 0", "'0'; expected a whole number above 0"),
         ("--rounds -1", "expected"),

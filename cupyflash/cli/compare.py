@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cupyflash.cli.tune import seconds
 
 if TYPE_CHECKING:
     from cupyflash.compare.session import Bench
+    from cupyflash.compare.table import Row
 
 # What is compared by default: (lengths, head dims, tokens, hidden size, rounds).
 _FULL_GPU = ((512, 1024, 2048, 4096, 8192, 16384), (64, 128), 16384, 2048, 7)
@@ -37,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="HTML", help="the page; a CSV file is put beside it")
 
 
-def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
-    """Runs the command; returns the exit status.
+def run(options: argparse.Namespace, say: Callable[[str], None] | None = None) -> int:
+    """Runs the command; returns the exit status. say: takes a line of progress; printed by default.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -47,6 +49,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     """
     from cupyflash.compare import report, table
 
+    say = say or partial(print, flush=True)
     if options.source is not None:
         return _render(options, say)
 
@@ -56,7 +59,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     on_gpu = _on_gpu(options.device)
     if options.dtype and not on_gpu:
         raise ValueError("--dtype is of the GPU; on the CPU float32 is compared")
-    bench: Any = _gpu_bench(options) if on_gpu else _cpu_bench()
+    bench = _gpu_bench(options) if on_gpu else _cpu_bench()
     defaults = {
         (True, False): _FULL_GPU,
         (True, True): _QUICK_GPU,
@@ -71,18 +74,31 @@ def run(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         tokens,
         hidden,
     )
-    rows = compare(bench, chosen, options.rounds or rounds, options.seconds, lambda line: say(line), options.seed)
-    page = options.out or Path(f"cupyflash_compare_{re.sub(r'[^A-Za-z0-9]+', '_', bench.name)[:40].strip('_')}.html")
-    data = page.with_suffix(".csv")
-    table.write(data, rows)
-    report.write(page, rows, getattr(bench, "notes", ()))
-    for line in summary(rows):
-        say(line)
-    say(f"{data}\n{page}")
+    page = _page(options.out, bench.name)
+    rows: list[Row] = []
+    try:
+        compare(bench, chosen, options.rounds or rounds, options.seconds, say, options.seed, rows=rows)
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
+    finally:  # what was measured before something failed is kept
+        if rows:
+            table.write(page.with_suffix(".csv"), rows)
+            report.write(page, rows, bench.notes)
+            for line in (*summary(rows), str(page.with_suffix(".csv")), str(page)):
+                say(line)
     return 0
 
 
-def summary(rows: Sequence[Any]) -> list[str]:
+def _page(given: Path | None, device: str) -> Path:
+    if given is None:
+        return Path(f"cupyflash_compare_{re.sub('[^A-Za-z0-9]+', '_', device)[:40].strip('_')}.html")
+    if given.suffix == ".csv":
+        raise ValueError(f"--out is the page, and {given} is where its rows go; give it another suffix, as in .html")
+    return given
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
     """How much faster each is, in a few lines."""
     from cupyflash.compare import views
     from cupyflash.compare.cases import DIRECTION_TITLES, DIRECTIONS
@@ -99,7 +115,7 @@ def summary(rows: Sequence[Any]) -> list[str]:
 def _render(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from cupyflash.compare import report, table
 
-    page = options.out or options.source.with_suffix(".html")
+    page = _page(options.out or options.source.with_suffix(".html"), "")
     report.write(page, table.read(options.source))
     say(str(page))
     return 0

@@ -34,6 +34,7 @@ class CpuBench:
 
     def __init__(self) -> None:
         self.name = f"{_processor()}, {os.cpu_count()} threads"
+        self.notes: list[str] = []
         self.made = f"cupyflash {cupyflash.__version__}, NumPy {np.__version__}, {time.strftime('%Y-%m-%d')}"
 
     def compile(self, cases: Sequence[Case]) -> None:

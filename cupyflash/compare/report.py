@@ -6,7 +6,8 @@ import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from . import charts, views
+from ..resources import KNOWN_GPUS
+from . import charts, hbm, views
 from .cases import ALGORITHMS, DIRECTION_TITLES, DIRECTIONS, TITLES
 from .cpu import CANNOT
 from .devices import peak
@@ -115,10 +116,11 @@ _BYTES = (
     "<code>cupyflash/compare/hbm.py</code>); requested is what blocks ask of that cache. V1 goes once through Q, O "
     "and the statistics of all rows per block of keys, of as many heads as there are multiprocessors, so that rows "
     "leave the cache before they are needed again: its traffic grows with N²d²/M, M being the shared memory of a "
-    "block. V2 and V3 ask for K and V once per block of queries, no less often, but the few heads that run at a time "
-    "fit the cache, which serves nearly all of it. Measured is <code>dram__bytes_read + dram__bytes_write</code> of "
-    "Nsight Compute, with an emptied cache before each kernel, and counted likewise; what a kernel leaves in the "
-    "cache is written later and seen by no counter, so that arrays are made eight times as large as the cache."
+    "block (the theorem gives all of it to tiles; kernels have less, and registers bind, too). V2 and V3 ask for K "
+    "and V once per block of queries, no less often, but the few heads that run at a time fit the cache, which serves"
+    " nearly all of it. Measured is <code>dram__bytes_read + dram__bytes_write</code> of Nsight Compute, with an "
+    "emptied cache before each kernel, and counted likewise; what a kernel leaves in the cache is written later and "
+    "seen by no counter, so that arrays are made eight times as large as the cache."
 )
 
 
@@ -163,8 +165,8 @@ def _bytes(rows: Sequence[Row]) -> list[str]:
                     lines.append(_bytes_line(row))
     without = "" if measured else " No counters were read: Nsight Compute was not there, or was not allowed to."
     heads = (
-        "pass|problem|counted, GB|read|written|requested of L2, GB|measured, GB|read|written|L2 to SM, GB|counted / "
-        "measured|operations per byte"
+        "pass|problem|counted, GB|read|written|requested of L2, GB|N²d²/M, GB|measured, GB|read|written|L2 to SM, GB|"
+        "counted / measured|operations per byte"
     )
     return [
         "<h2>Bytes through the GPU's memory</h2>",
@@ -191,9 +193,18 @@ def _bytes_line(row: Row) -> list[str]:
         f"{_short(row.algorithm)} {row.direction}",
         str(row.case),
         *(_gb(value) for value in (counted.total, counted.read, counted.written, counted.requested)),
+        _theorem(row),
         *theirs,
         f"{(row.flops or 0) / total:,.0f}",
     ]
+
+
+def _theorem(row: Row) -> str:
+    """What theorem 2 of FlashAttention has for V1's forward, where the device's shared memory is known."""
+    limits = {limits.name: limits for limits in KNOWN_GPUS.values()}.get(row.device)
+    if limits is None or (row.algorithm, row.direction) != ("v1", "forward"):
+        return ""
+    return _gb(hbm.paper_v1_bytes(row.case.problem(), limits.shared_bytes))
 
 
 def _errors(rows: Sequence[Row]) -> str:

@@ -42,6 +42,7 @@ class Bench(Protocol):
     name: str
     made: str
     dtype: str
+    notes: list[str]  # what to say of the measurement
     algorithms: tuple[str, ...]
 
     def compile(self, cases: Sequence[Case]) -> None:
@@ -91,6 +92,7 @@ def compare(
     say: Callable[[str], None],
     seed: int = 0,
     now: Callable[[], float] = time.monotonic,
+    rows: list[Row] | None = None,
 ) -> list[Row]:
     """All rows of a comparison.
 
@@ -101,7 +103,9 @@ def compare(
         rounds: samples of each pass; fewer if the time is over.
         seconds: after which no more is begun; None: no limit.
         say: takes a line of progress.
+        rows: to which they are appended as they come, so that somebody has them if the comparison is broken off.
     """
+    rows = [] if rows is None else rows
     clock = Clock(seconds, now)
     order = random.Random(seed)
     say(f"{bench.name}: {len(cases)} problems, {', '.join(bench.algorithms)}")
@@ -110,7 +114,6 @@ def compare(
     copy_bytes, gemm_flops = bench.roofs()
     common = {"device": bench.name, "made": bench.made, "copy_bytes": copy_bytes, "gemm_flops": gemm_flops}
 
-    rows = []
     for case in accuracy.cases(cases):
         rows += [_row(case, key, common, error=error) for key, error in bench.errors(case).items()]
     say(f"errors against float64 of {len(rows)} passes")

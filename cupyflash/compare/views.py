@@ -107,7 +107,8 @@ def traffic(rows: Sequence[Row], direction: str, seqlen: int) -> str | None:
             shown.append((name.replace("v", "V"), name, row.counted.total / per_row, measured))
     if not shown:
         return None
-    title = f"Bytes through memory per query and head, {direction}, N = {seqlen:,}: counted (filled), measured (pale)"
+    how = "counted (filled), measured (pale)" if any(row[3] for row in shown) else "counted"
+    title = f"Bytes through memory per query and head, {direction}, N = {seqlen:,}: {how}"
     return charts.bars(title, "bytes per query and head", shown)
 
 
