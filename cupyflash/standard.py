@@ -182,7 +182,7 @@ def _backend(xp: Any) -> Any:
 
 
 def _fill(array: Array, value: float) -> None:
-    array[...] = value
+    array.fill(value)
 
 
 def _bshd(layout: str, x: Array) -> Array:

@@ -8,6 +8,7 @@ import importlib
 import re
 from dataclasses import replace
 
+import compiling
 import numpy as np
 import pytest
 from oracles import DTYPES, Answer, assert_same_strangeness
@@ -15,6 +16,7 @@ from oracles import DTYPES, Answer, assert_same_strangeness
 import cupyflash
 from cupyflash import standard
 from cupyflash.problem import Band, Problem
+from cupyflash.resources import KNOWN_GPUS
 from cupyflash.runtime.host import HostRuntime
 
 emulated = pytest.mark.emulated
@@ -366,3 +368,40 @@ def test_too_long_for_a_real_gpu():
     q = cupy.zeros((1, 1 << 20, 1, 8), np.float16)
     with pytest.raises(MemoryError, match="2,048 GiB"):
         cupyflash.standard_attention(q, q, q)
+
+
+@emulated
+def test_scores_that_are_not_finite(gpu):
+    """What float16 cannot hold is -inf: a row of nothing else attends to nothing. A NaN stays in its row."""
+    q = np.full((1, 3, 1, 64), 300, np.float16)
+    q[0, 1], q[0, 2, 0, 0] = 0, np.nan
+    k, v = np.full((1, 5, 1, 64), -300, np.float16), randn(1, 5, 1, 64, seed=1, dtype="float16")
+    out, lse = (
+        gpu.fake.host(x) for x in standard.forward(Problem.of(q, k, v, scale=1.0), "bshd", *map(gpu.array, (q, k, v)))
+    )
+    assert (out[0, 0] == 0).all()
+    assert np.isneginf(lse[0, 0, 0])
+    np.testing.assert_allclose(out[0, 1], v.mean(axis=1)[0], atol=2e-3)
+    assert np.isnan(out[0, 2]).all()
+    assert np.isnan(lse[0, 0, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(compiling.missing()), reason=compiling.missing() or "NVRTC works")
+@pytest.mark.parametrize(
+    ("arch", "gpu_name"), [("sm_75", "T4"), ("sm_80", "A100"), ("sm_90", "H200"), ("sm_120", "RTX5090")]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_compile_without_a_warning_and_without_a_spill(arch, gpu_name, dtype):
+    from cupyflash import standard_gpu
+
+    # A row of a warp, of the largest block, and one that no block can keep.
+    for length, softcap in ((1024, 0.0), (16384, 0.0), (16384, 30.0), (100_000, 0.0)):
+        problem = Problem(1, length, length, 1, 1, 64, 64, dtype, Band(None, 0), 0.125, softcap, "ieee", False)
+        kernel = standard_gpu.kernel("standard_softmax", problem, KNOWN_GPUS[gpu_name])
+        log = compiling.compile_cuda(kernel, arch, "--ptxas-options=-v")
+        assert "warning" not in log
+        used = compiling.usage(log)
+        assert used.keys() == {"standard_softmax", "standard_gradient", "standard_rows"}
+        assert all(usage.spill_bytes == 0 and usage.stack_bytes == 0 for usage in used.values()), used
+        assert all(usage.registers * kernel.threads <= 65536 for usage in used.values())
