@@ -138,6 +138,35 @@ def backward(
     return dq, dk, dv
 
 
+def step(problem: Problem, layout: str, dout: Array, q: Array, k: Array, v: Array) -> tuple[Any, ...]:
+    """(out, lse, dq, dk, dv) of a forward and a backward that finds its P, as frameworks train: nothing is recomputed.
+
+    Two matrices of Sq x Sk are in memory, as in ``backward``.
+
+    Args:
+        problem: without a soft cap, whose slope takes S.
+
+    Raises:
+        MemoryError: P and dS do not fit.
+    """
+    xp = arrays.module_of(q)
+    out_shape = shape_in(layout, problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
+    out, dq, dk, dv = (xp.empty(shape, q.dtype) for shape in (out_shape, q.shape, k.shape, v.shape))
+    lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), _wide(problem))
+    rows, attending = _attending(problem)
+    if attending.seqlen_q < problem.seqlen_q or not attending.scores:
+        for result in (out, dq, dk, dv):
+            _fill(result, 0)
+        _fill(lse, -np.inf)
+    if attending.scores:
+        dO, Q, K, V, O, dQ, dK, dV = (_bshd(layout, x) for x in (dout, q, k, v, out, dq, dk, dv))
+        dO, Q, O, dQ, of_rows = dO[:, rows], Q[:, rows], O[:, rows], dQ[:, rows], lse[:, :, rows]
+        with _score_matrices(attending, "backward", xp):
+            kept = _backend(xp).forward(attending, Q, K, V, O, of_rows)
+            _backend(xp).backward(attending, dO, Q, K, V, O, of_rows, dQ, dK, dV, None, kept)
+    return out, lse, dq, dk, dv
+
+
 def score_bytes(problem: Problem, direction: str, on_gpu: bool) -> int:
     """Memory that score matrices take at a time: one in the forward (S, then P), two in the backward (P and dS)."""
     itemsize = problem.itemsize if on_gpu or problem.dtype == "float64" else 4

@@ -11,8 +11,8 @@ from .arrays import Array
 from .problem import Problem
 
 
-def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
-    """Writes out and lse. S is held in memory, and P in its place."""
+def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array) -> Array:
+    """Writes out and lse. S is held in memory, and P in its place: returns that."""
     Q, K, V = _grouped(problem, q), _by_key_head(problem, k), _by_key_head(problem, v)
     S = _scores(problem, Q, K)
     m = S.max(axis=-1, keepdims=True)
@@ -25,6 +25,7 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Arr
     _store(out, P @ V)
     with np.errstate(divide="ignore"):
         lse[...] = (m + np.log(l)).reshape(lse.shape)
+    return P
 
 
 def backward(
@@ -39,24 +40,24 @@ def backward(
     dk: Array,
     dv: Array,
     dlse: Array | None,
+    kept: Array | None = None,
 ) -> None:
-    """Writes dq, dk and dv. P is computed from S and lse, in its place; dP is held beside it, and dS in its place."""
+    """Writes dq, dk and dv. P is computed from S and lse, in its place; dP is held beside it, and dS in its place.
+
+    Args:
+        kept: what ``forward`` returned, of a problem without a soft cap: then S is not computed again.
+    """
     Q, K, V = _grouped(problem, q), _by_key_head(problem, k), _by_key_head(problem, v)
     dO, O = _grouped(problem, dout), _grouped(problem, out)
     rows = (*Q.shape[:4], 1)
     delta = (dO * O).sum(axis=-1, keepdims=True)
     if dlse is not None:
         delta -= dlse.reshape(rows)
-    reference = lse.reshape(rows)
-    attends = reference != -np.inf
-
-    S = _scores(problem, Q, K)
     slope = None
-    if problem.softcap:
-        slope = 1 - np.square(np.where(np.isneginf(S), 0, S) / S.dtype.type(problem.softcap))
-    S -= np.where(attends, reference, 0)
-    P = np.exp(S, out=S)
-    np.copyto(P, 0, where=~attends)
+    if kept is None:
+        P, slope = _weights(problem, Q, K, lse.reshape(rows))
+    else:
+        P = kept
     dV = P.swapaxes(-1, -2) @ dO
     dS = dO @ V.swapaxes(-1, -2)
     dS -= delta
@@ -68,6 +69,19 @@ def backward(
     _store(dq, dS @ K)
     _store(dk, (dS.swapaxes(-1, -2) @ Q).sum(axis=2, keepdims=True))
     _store(dv, dV.sum(axis=2, keepdims=True))
+
+
+def _weights(problem: Problem, Q: Array, K: Array, lse: Array) -> tuple[Array, Array | None]:
+    """P from S and lse, and the slope of the soft cap at each score."""
+    S = _scores(problem, Q, K)
+    slope = None
+    if problem.softcap:
+        slope = 1 - np.square(np.where(np.isneginf(S), 0, S) / S.dtype.type(problem.softcap))
+    attends = ~np.isneginf(lse)
+    S -= np.where(attends, lse, 0)
+    P = np.exp(S, out=S)
+    np.copyto(P, 0, where=~attends)
+    return P, slope
 
 
 def _scores(problem: Problem, Q: Array, K: Array) -> Array:

@@ -28,8 +28,8 @@ _runtime: Runtime = CudaRuntime()
 _loaded: dict[tuple[Kernel, int, int], Launcher] = {}
 
 
-def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
-    """Writes out and lse on the current stream. S is held in memory, and P in its place."""
+def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array) -> Array:
+    """Writes out and lse on the current stream. S is held in memory, and P in its place: returns that."""
     Q, K, V = _by_group(problem, q), _by_key_head(problem, k), _by_key_head(problem, v)
     O = target = _by_group(problem, out)
     if (layout(O) or (False,))[0] is False:  # cuBLAS could not write it
@@ -42,6 +42,7 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Arr
         multiply(P, V, O)
     if O is not target:
         _copy(target, O)
+    return S
 
 
 def backward(
@@ -56,22 +57,28 @@ def backward(
     dk: Array,
     dv: Array,
     dlse: Array | None,
+    kept: Array | None = None,
 ) -> None:
     """Writes dq, dk and dv on the current stream.
 
     S is computed again; P replaces it, computed from S and lse. dP is held beside it, and dS in its place. The scale is
     in the products, so that dS is stored without it.
+
+    Args:
+        kept: what ``forward`` returned, of a problem without a soft cap: then S is not computed again.
     """
     Q, K, V = _by_group(problem, q), _by_key_head(problem, k), _by_key_head(problem, v)
     dO = _by_group(problem, dout)
     delta = cupy.ndarray((problem.batch, problem.num_heads, _lse_head_stride(lse)), lse.dtype)  # laid out as lse is
     _launch("standard_rows", ROWS, problem, [dout, out, dlse, delta], *_rows_of_out(problem, dout, out, lse))
-    S, dP = _score_matrix(problem), _score_matrix(problem)
+    S, dP = _score_matrix(problem) if kept is None else kept, _score_matrix(problem)
     P, dS = S[..., : problem.seqlen_k], dP[..., : problem.seqlen_k]
     with products(problem.precision) as multiply:
-        multiply(Q, K.swapaxes(-1, -2), P, alpha=problem.scale)
+        if kept is None:
+            multiply(Q, K.swapaxes(-1, -2), P, alpha=problem.scale)
         multiply(dO, V.swapaxes(-1, -2), dS)
-        _launch("standard_gradient", GRADIENT, problem, [S, dP, lse, delta], *_rows_of(problem, lse))
+        constants = [*_rows_of(problem, lse), int(kept is not None)]
+        _launch("standard_gradient", GRADIENT, problem, [S, dP, lse, delta], *constants)
         multiply(dS, K, _by_group(problem, dq), alpha=problem.scale)
         for gradient, weights, factors, alpha in ((dk, dS, Q, problem.scale), (dv, P, dO, 1.0)):
             target = gradient.transpose(0, 2, 1, 3)

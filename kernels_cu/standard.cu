@@ -2,7 +2,7 @@
 //
 //   standard_softmax    S becomes P = softmax(mask(softcap(S))), row by row, with the LSE of each row
 //   standard_rows       delta = rowsum(O * dO) - dLSE
-//   standard_gradient   S becomes P = exp(S - LSE) once more, and dP becomes dS = P * (dP - delta)
+//   standard_gradient   S becomes P = exp(S - LSE) once more, and dP becomes dS = P * (dP - delta); or P has been kept
 //
 // S is scale * Q K^T, rounded to the element type. Rows are padded to whole pieces of 16 bytes; padding becomes 0.
 #include "score_row.cuh"
@@ -79,7 +79,7 @@ KERNEL(kThreads, 1) void standard_gradient(PARAMS(GradientParams) params) {
     Piece* scores = reinterpret_cast<Piece*>(params.scores + row.index * params.row_stride);
     Piece* gradients = reinterpret_cast<Piece*>(params.gradients + row.index * params.row_stride);
     const Wide softcap = params.softcap, lse = params.lse[row.at], delta = params.delta[row.at];
-    const bool attends = lse != -infinity();
+    const bool attends = lse != -infinity(), kept = params.kept != 0;  // P stands where S would
 
     for (u32 piece = row.lane; piece < row.pieces; piece += kRowThreads) {
         const Piece S = scores[piece], dP = gradients[piece];
@@ -89,7 +89,7 @@ KERNEL(kThreads, 1) void standard_gradient(PARAMS(GradientParams) params) {
             Wide p = 0, ds = 0;
             if (attends && row.sees(row.key(piece) + static_cast<i32>(n))) {
                 const Wide s = capped(S.get(n), softcap);
-                p = exponential(s - lse);
+                p = kept ? S.get(n) : exponential(s - lse);
                 ds = p * (dP.get(n) - delta);
                 if (kCapped)
                     ds *= 1 - (s / softcap) * (s / softcap);
@@ -97,7 +97,8 @@ KERNEL(kThreads, 1) void standard_gradient(PARAMS(GradientParams) params) {
             P.set(n, p);
             dS.set(n, ds);
         }
-        scores[piece] = P;
+        if (!kept)
+            scores[piece] = P;
         gradients[piece] = dS;
     }
 }

@@ -181,6 +181,10 @@ def test_standard_attention(band):
     backward = hbm.count("standard", "backward", p, {}, H200, flushed=True)
     assert backward.written == lse + S + S + 2 * S + Q + K + V
     assert backward.read == 2 * O + Q + K + O + V + 2 * lse + K + Q + O + 5 * S
+    step = hbm.count("standard", "step", p, {}, H200, flushed=True)  # P is kept: S is not computed again
+    forward = hbm.count("standard", "forward", p, {}, H200, flushed=True)
+    assert step.read == forward.read + backward.read - Q - K
+    assert step.written == forward.written + backward.written - 2 * S
     kept = hbm.count("standard", "forward", p, {}, ALL_CACHE, flushed=False)
     assert kept.read == Q + K + V
     assert kept.written == 2 * S + lse + O

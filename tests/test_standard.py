@@ -94,6 +94,10 @@ PROBLEMS = {
 }
 
 
+# Those whose P can be kept. With one key all gradients of scores are 0, and what is left is the rounding of dP.
+KEPT = [name for name, (_, options) in PROBLEMS.items() if "softcap" not in options and name != "one key"]
+
+
 def case(name, dtype):
     (batch, sq, sk, heads, kv_heads, d, dv), options = PROBLEMS[name]
     q, dout = randn(batch, sq, heads, d, seed=1, dtype=dtype), randn(batch, sq, heads, dv, seed=4, dtype=dtype)
@@ -145,6 +149,24 @@ def test_on_the_gpu(gpu, name, dtype, layout):
     assert all(x.dtype == q.dtype and x.flags.c_contiguous for x in gradients)
     answer.assert_gradients_close([swapped(layout, host(x)) for x in gradients])
     assert (gpu.cublas.math_mode, gpu.cublas.pointer_mode) == (3, 1)  # as they were
+
+
+@emulated
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", KEPT)
+def test_a_step_keeps_what_its_backward_needs(request, place, name, dtype, layout):
+    problem, dout, q, k, v, _ = case(name, dtype)
+    answer = Answer.of(problem, q, k, v, dout)
+    gpu = request.getfixturevalue("gpu") if place == "gpu" else None
+    to, host = (gpu.array, gpu.fake.host) if gpu else (np.asarray, np.asarray)
+    out, lse, *gradients = standard.step(problem, layout, *(to(swapped(layout, x)) for x in (dout, q, k, v)))
+    answer.assert_forward_close(swapped(layout, host(out)), answer.forward[1])
+    assert_lse(host(lse), answer, q)
+    answer.assert_gradients_close([swapped(layout, host(x)) for x in gradients])
+    if name == "plain" and layout == "bhsd" and gpu:
+        assert len(gpu.cublas.calls) == 2 + 4  # S is computed once
 
 
 @emulated
@@ -342,6 +364,9 @@ def test_on_a_real_gpu(name, dtype):
         assert_lse(lse.get(), answer, q)
         gradients = standard.backward(problem, layout, *given, out, lse, cupy.asarray(dlse))
         answer.assert_gradients_close([swapped(layout, x.get()) for x in gradients])
+        if name in KEPT:
+            step = standard.step(problem, layout, *given)
+            Answer.of(problem, q, k, v, dout).assert_gradients_close([swapped(layout, x.get()) for x in step[2:]])
 
 
 @pytest.mark.gpu

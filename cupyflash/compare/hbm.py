@@ -50,7 +50,7 @@ class Traffic:
 
 
 def count(algorithm: str, direction: str, problem: Problem, tiles: Tiles, limits: Limits, flushed: bool) -> Traffic:
-    """The traffic of one pass.
+    """The traffic of one pass; a step of standard attention keeps P for its backward.
 
     Args:
         algorithm: "standard", "v1", "v2" or "v3".
@@ -59,12 +59,15 @@ def count(algorithm: str, direction: str, problem: Problem, tiles: Tiles, limits
         limits: of the GPU: its L2 cache, and how many blocks run at a time.
         flushed: the cache is emptied between kernels, as a profiler does it.
     """
+    if algorithm == "standard":
+        kept = 0.0 if flushed else hit_rate(problem.scores * problem.itemsize, limits.l2_bytes)
+        forward, backward = _standard_forward(problem, kept), _standard_backward(problem, kept)
+        return {"forward": forward, "backward": backward, "step": forward + _standard_backward(problem, kept, True)}[
+            direction
+        ]
     if direction == "step":
         passes = (count(algorithm, one, problem, tiles, limits, flushed) for one in ("forward", "backward"))
         return sum(passes, Traffic(0, 0, 0))
-    if algorithm == "standard":
-        kept = 0.0 if flushed else hit_rate(problem.scores * problem.itemsize, limits.l2_bytes)
-        return _standard_forward(problem, kept) if direction == "forward" else _standard_backward(problem, kept)
     if direction == "forward":
         of = _v1_forward if algorithm == "v1" else _tiled_forward
         return of(problem, tiles["forward"], limits)
@@ -130,13 +133,18 @@ def _standard_forward(problem: Problem, kept: float) -> Traffic:
     return Traffic(round(read), S + S + lse + O, Q + K + S + visible + S + lse + S + V + O)
 
 
-def _standard_backward(problem: Problem, kept: float) -> Traffic:
-    """delta;  S = Q K^T;  dP = dO V^T;  P and dS from both;  dQ = dS K;  dK = dS^T Q;  dV = P^T dO."""
+def _standard_backward(problem: Problem, kept: float, has_P: bool = False) -> Traffic:
+    """delta;  S = Q K^T;  dP = dO V^T;  P and dS from both;  dQ = dS K;  dK = dS^T Q;  dV = P^T dO.
+
+    In a step it has P from the forward: then S is not computed, and P not written.
+    """
     Q, KV, O, S, _, lse = _sizes(problem)
     K, V = _split(problem, KV)
     matrices_read = S + S + 2 * S + S  # by the step between, and by three products, dS twice
-    read = 2 * O + (Q + K) + (O + V) + 2 * lse + K + Q + O
-    written = lse + S + S + 2 * S + Q + KV
+    read = 2 * O + (O + V) + 2 * lse + K + Q + O
+    written = lse + S + S + Q + KV
+    if not has_P:
+        read, written = read + Q + K, written + 2 * S
     return Traffic(round(read + matrices_read * (1 - kept)), written, read + matrices_read + written)
 
 

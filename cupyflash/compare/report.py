@@ -105,7 +105,8 @@ _METHOD_GPU = (
     "Times are by events around each pass, with an emptied L2 cache, passes of all algorithms in turns and in a new "
     "random order each round; the median counts. Operations are those of the products over visible pairs, two in the "
     "forward, five in the backward. Standard attention is cuBLAS in the dtype of the arrays with sums in float32, and"
-    " one softmax kernel. V1, V2 and V3 are the kernels that <code>attention(..., algorithm=...)</code> launches."
+    " one softmax kernel; its training step keeps P for the backward, which computes it again where it stands alone. "
+    "V1, V2 and V3 are the kernels that <code>attention(..., algorithm=...)</code> launches."
 )
 _METHOD_CPU = (
     "Times are of the wall clock, passes of both algorithms in turns and in a new random order each round; the median"

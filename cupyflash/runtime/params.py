@@ -168,6 +168,7 @@ GRADIENT = ParamStruct(
         ("lse", "const Wide*"),
         ("delta", "const Wide*"),
         *_SCORE_ROWS,
+        ("kept", "i32"),  # P stands where S would
     ),
 )
 
