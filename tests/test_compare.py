@@ -38,6 +38,7 @@ class ScriptedBench:
 
     def compile(self, cases):
         self.now += 1
+        return 7
 
     def roofs(self):
         return 4e12, 7e14
@@ -91,6 +92,7 @@ def test_every_pass_is_sampled_as_often_in_turns():
         rounds = [[key for _, key in of_case[n : n + 12]] for n in range(0, per_case, 12)]
         assert all(len(set(keys)) == 12 for keys in rounds)  # each once per round
         assert len({tuple(keys) for keys in rounds}) > 1  # in another order
+    assert "7 kernels are compiled" in said
     assert any("B=4 S=1,024 H=16 D=128, causal: standard 2.4e+04 ms" in line for line in said)
 
 

@@ -74,12 +74,12 @@ class GpuBench:
         self._stopwatch = Stopwatch(max(self.limits.l2_bytes, _FLUSH_BYTES))
         self._expected: dict[int, float] = {}
 
-    def compile(self, cases: Sequence[Case]) -> None:
+    def compile(self, cases: Sequence[Case]) -> int:
         profiled = {job.case for job in self._jobs(cases)} if self._ncu else set()
         kernels = {kernel for case in {*cases, *accuracy.cases(cases), *profiled} for kernel in self._kernels(case)}
         modules = {(kernel.file, kernel.defines): kernel for kernel in kernels}
         with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as threads:
-            list(threads.map(self._compile, modules.values()))
+            return len(list(threads.map(self._compile, modules.values())))
 
     def roofs(self) -> tuple[float | None, float | None]:
         size = min(_COPY_BYTES, self._free_memory() // 4)

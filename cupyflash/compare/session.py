@@ -45,8 +45,8 @@ class Bench(Protocol):
     notes: list[str]  # what to say of the measurement
     algorithms: tuple[str, ...]
 
-    def compile(self, cases: Sequence[Case]) -> None:
-        """Makes ready what takes time and measures nothing."""
+    def compile(self, cases: Sequence[Case]) -> int:
+        """Compiles what the cases take, ahead of all measurements; returns how many kernels that is."""
 
     def roofs(self) -> tuple[float | None, float | None]:
         """Bytes per second of a copy, and operations per second of a matrix product."""
@@ -109,8 +109,8 @@ def compare(
     clock = Clock(seconds, now)
     order = random.Random(seed)
     say(f"{bench.name}: {len(cases)} problems, {', '.join(bench.algorithms)}")
-    bench.compile(cases)
-    say("kernels are compiled")
+    if compiled := bench.compile(cases):
+        say(f"{compiled} kernels are compiled")
     copy_bytes, gemm_flops = bench.roofs()
     common = {"device": bench.name, "made": bench.made, "copy_bytes": copy_bytes, "gemm_flops": gemm_flops}
 
