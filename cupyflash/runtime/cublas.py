@@ -38,9 +38,9 @@ class Products:
         self._multiply = cublas.gemmStridedBatchedEx
         self._handle = handle
         self._transpose = {False: cublas.CUBLAS_OP_N, True: cublas.CUBLAS_OP_T}
-        self._float32 = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if precision == "tf32" else cublas.CUBLAS_COMPUTE_32F
-        self._other = {"float64": cublas.CUBLAS_COMPUTE_64F, "float32": self._float32}
-        self._usual = cublas.CUBLAS_COMPUTE_32F
+        float32 = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if precision == "tf32" else cublas.CUBLAS_COMPUTE_32F
+        self._compute = dict.fromkeys(("float16", "bfloat16"), cublas.CUBLAS_COMPUTE_32F)
+        self._compute |= {"float32": float32, "float64": cublas.CUBLAS_COMPUTE_64F}
         self._algorithm = cublas.CUBLAS_GEMM_DEFAULT
 
     def __call__(self, A: Array, B: Array, C: Array, alpha: float = 1.0, beta: float = 0.0) -> None:
@@ -57,7 +57,6 @@ class Products:
         c_rows, ldc = layout(C) or (False, 0)
         if not c_rows:
             raise ValueError(f"C has strides {C.strides}; its rows must be of consecutive elements")
-        compute = self._other.get(A.dtype.name, self._usual)
         wide = np.float64 if A.dtype.name == "float64" else np.float32
         scalars = np.array([alpha, beta], wide)  # read before the call returns
         alpha_at = scalars.ctypes.data
@@ -65,7 +64,7 @@ class Products:
         before = self._handle, self._transpose[not b_rows], self._transpose[not a_rows], n, m, k, alpha_at
         a_type, b_type, c_type = map(data_type, (A, B, C))
         a_at, b_at, c_at = A.data.ptr, B.data.ptr, C.data.ptr
-        after = compute, self._algorithm
+        after = self._compute[A.dtype.name], self._algorithm
         for count, (a_step, b_step, c_step), (a, b, c) in batches(A, B, C):
             of_A, of_B = (a_at + a, a_type, lda, a_step), (b_at + b, b_type, ldb, b_step)
             self._multiply(*before, *of_B, *of_A, beta_at, c_at + c, c_type, ldc, c_step, count, *after)
