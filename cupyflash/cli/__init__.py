@@ -1,4 +1,4 @@
-"""The ``cupyflash`` command: ``info``, ``tune``, ``config``, ``compare`` and ``demo``."""
+"""The ``cupyflash`` command: ``info``, ``tune``, ``config``, ``compare``, ``trace`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cupyflash
-from cupyflash.cli import compare, config, tune
+from cupyflash.cli import compare, config, trace, tune
 from cupyflash.cli.explain import PROBLEM_HELP, explain
 
 
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     compare_parser = commands.add_parser("compare", help="standard attention, V1, V2 and V3 side by side")
     compare.add_arguments(compare_parser)
+
+    tracing = commands.add_parser("trace", help="draw which warp of a kernel does what when")
+    trace.add_arguments(tracing)
 
     demo = commands.add_parser("demo", help="sentence embeddings and one very long sequence")
     demo.add_argument(
@@ -55,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return tune.run(options)
         except (ImportError, ValueError, RuntimeError) as error:
             tuning.error(str(error))
+
+    if options.command == "trace":
+        try:
+            return trace.run(options)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            tracing.error(str(error))
 
     from cupyflash.cli.info import current_gpu, machine
 

@@ -35,12 +35,14 @@ _MESSAGE_BYTES = 65536
 
 POISON = 0xFFD5  # what memory holds that nobody has written, in 16 bits: see launch.cuh
 
-# For CUPYFLASH_EMULATED_FLAGS: reads of such memory are reported. The kernel's variant of AddressSanitizer leaves the
-# checks to functions, which are ours; it is not AddressSanitizer itself, whose macro therefore has to go.
-WATCHED = (
+# Every access calls a function. The kernel's variant of AddressSanitizer leaves the checks to functions, which are
+# ours; it is not AddressSanitizer itself, whose macro therefore has to go.
+_ACCESSES = (
     "-fsanitize=kernel-address --param=asan-instrumentation-with-call-threshold=0 --param=asan-stack=0 "
-    "--param=asan-globals=0 -U__SANITIZE_ADDRESS__ -DCF_EMULATED_WATCHED"
+    "--param=asan-globals=0 -U__SANITIZE_ADDRESS__"
 )
+# For CUPYFLASH_EMULATED_FLAGS: reads of memory that nobody has written are reported.
+WATCHED = f"{_ACCESSES} -DCF_EMULATED_WATCHED"
 
 _LAUNCHER = files("cupyflash.kernels_cu") / "include" / "emulated" / "launch.cuh"
 
@@ -56,6 +58,8 @@ _FLAGS = (
 )
 # No value ranges: GCC 12 mixes up those of two loops over the results of a thread (thread_gemm.cuh) and drops an exit.
 _OPTIMIZED = ("-O2", "-fno-tree-vrp", "-g1")
+# What threads ask for is recorded, with the places: cupyflash.trace.
+_TRACED = (*_OPTIMIZED, *f"{_ACCESSES} -DCF_EMULATED_TRACED".split())
 _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
@@ -92,7 +96,9 @@ class Library:
     handle: ctypes.CDLL
 
 
-def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize: bool = False) -> Library:
+def build(
+    source: str, defines: Mapping[str, object] | None = None, *, sanitize: bool = False, traced: bool = False
+) -> Library:
     """Builds a flattened kernel source for the host, or takes it from the cache.
 
     ``CUPYFLASH_EMULATED_FLAGS`` in the environment gives g++ further options, such as ``-O0 -g`` for a debugger.
@@ -102,6 +108,7 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
         defines: values of the macros that the source leaves open.
         sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, which end the process at the first error. The
             process must have been started with `sanitizer_environment`.
+        traced: records what the threads ask for; see ``cupyflash.trace``.
 
     Raises:
         RuntimeError: there is no g++, or it does not accept the source (with its messages).
@@ -111,7 +118,8 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
     source = f'{source}\n#line 1 "platform/launch.cuh"\n{launcher}'
     macros = tuple(f"-D{name}={value}" for name, value in (defines or {}).items())
     further = os.environ.get("CUPYFLASH_EMULATED_FLAGS", "").split()
-    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED), *further, *macros)
+    mode = _SANITIZED if sanitize else _TRACED if traced else _OPTIMIZED
+    flags = (*_FLAGS, *mode, *further, *macros)
     key = hashlib.sha256("\0".join((_version(gxx), *flags, source)).encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.so"
     if not path.exists():

@@ -3,6 +3,7 @@
 // A warp collective is a rendezvous: every lane leaves the address of its operands, the last one to arrive computes the
 // result for all 32, then all go on. The operands live on the lanes' stacks, which stand still in the meantime.
 #pragma once
+#include "platform/trace.cuh"
 #include "platform/types.cuh"
 
 namespace emulated {

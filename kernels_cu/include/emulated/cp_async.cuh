@@ -31,6 +31,7 @@ struct Word<16> {
 /// and zeros are written.
 template <u32 kBytes>
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
+    emulated::trace("copy", kBytes);
     u8* target = emulated::shared_pointer(shared_address(shared), kBytes, "copy_async");
     struct {
         u8 bytes[kBytes];
@@ -45,10 +46,14 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 }
 
 /// Closes the group of all copies this thread has started since the last commit.
-DEVICE void copy_async_commit() { emulated::commit(emulated::Unit::kCopies); }
+DEVICE void copy_async_commit() {
+    emulated::trace("copy commit");
+    emulated::commit(emulated::Unit::kCopies);
+}
 
 /// Waits until at most kPending of this thread's groups are still under way. Other threads see the data after a barrier.
 template <u32 kPending>
 DEVICE void copy_async_wait() {
+    emulated::trace("copy wait", kPending);
     emulated::wait(emulated::Unit::kCopies, kPending);
 }

@@ -495,6 +495,7 @@ void release_barrier() {
 }
 
 bool meet_block(const char* name, bool predicate) {
+    trace("block barrier");
     perform_some();
     if (block->at_barrier != 0 && std::strcmp(block->barrier, name) != 0)
         end_block(std::string("at ") + name + " while other threads of the block wait at " + block->barrier);
@@ -760,15 +761,67 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
     return error.empty() ? 0 : 1;
 }
 
-// ---- Reads of memory that nobody has written: emulated.py, WATCHED. The compiler calls these at every access.
+// ---- What `cupyflash trace` reads.
+
+#if defined(CF_EMULATED_TRACED)
+#include <execinfo.h>
+
+namespace emulated {
+
+/// What a warp's first lane asked for, and where: the innermost caller first.
+struct Record {
+    const char* what;
+    u64 a, b;
+    void* callers[12];
+};
+u32 traced_block = 0;
+u64 traced_memory[2];  // accesses to these addresses are recorded
+
+std::vector<Record>& records(u32 warp) {
+    static std::vector<Record> all[kMaxWarps];
+    return all[warp];
+}
+
+/// The first lane speaks for its warp: what a single lane does, kernels let that one do.
+void trace(const char* what, u64 a, u64 b) {
+    if (block == nullptr || block->index != traced_block || block->current % kLanes != 0)
+        return;
+    std::vector<Record>& own = records(block->current / kLanes);
+    own.push_back({what, a, b, {}});
+    backtrace(own.back().callers, static_cast<int>(std::size(own.back().callers)));
+}
+
+__attribute__((no_sanitize_address)) void on_access(u64 address, u64 bytes, bool is_read, void*) {
+    if (address >= traced_memory[0] && address < traced_memory[1])
+        trace(is_read ? "read" : "write", bytes);
+}
+
+}  // namespace emulated
+
+/// Begins anew.
+extern "C" __attribute__((visibility("default"))) void emulated_trace(u32 traced, u64 first, u64 end) {
+    using namespace emulated;
+    for (u32 warp = 0; warp < kMaxWarps; ++warp)
+        records(warp).clear();
+    traced_block = traced;
+    traced_memory[0] = first;
+    traced_memory[1] = end;
+}
+extern "C" __attribute__((visibility("default"))) const emulated::Record* emulated_records(u32 warp, u64* count) {
+    *count = emulated::records(warp).size();
+    return emulated::records(warp).data();
+}
+#endif
+
+// ---- Reads of memory that nobody has written: emulated.py, WATCHED.
 
 #if defined(CF_EMULATED_WATCHED)
 namespace emulated {
 
 thread_local bool is_checking = false;  // what the check itself reads
 
-__attribute__((no_sanitize_address)) void check_read(u64 address, u64 bytes, void* reader) {
-    if (block == nullptr || is_checking)
+__attribute__((no_sanitize_address)) void on_access(u64 address, u64 bytes, bool is_read, void* reader) {
+    if (block == nullptr || is_checking || !is_read)
         return;
     is_checking = true;
     // Only shared memory is read by 2 bytes; elsewhere such a read is half of something else.
@@ -787,20 +840,28 @@ __attribute__((no_sanitize_address)) void check_read(u64 address, u64 bytes, voi
 }
 
 }  // namespace emulated
+#endif
 
-#define CF_ACCESS(size, bytes)                                                                      \
-    extern "C" __attribute__((no_sanitize_address)) void __asan_load##size##_noabort(u64 address) { \
-        emulated::check_read(address, bytes, __builtin_return_address(0));                          \
-    }                                                                                               \
-    extern "C" __attribute__((no_sanitize_address)) void __asan_store##size##_noabort(u64) {}
+// ---- The compiler calls these at every access if emulated.py asks it to.
+
+#if defined(CF_EMULATED_TRACED) || defined(CF_EMULATED_WATCHED)
+#define CF_ACCESS(size, bytes)                                                                       \
+    extern "C" __attribute__((no_sanitize_address)) void __asan_load##size##_noabort(u64 address) {  \
+        emulated::on_access(address, bytes, true, __builtin_return_address(0));                      \
+    }                                                                                                \
+    extern "C" __attribute__((no_sanitize_address)) void __asan_store##size##_noabort(u64 address) { \
+        emulated::on_access(address, bytes, false, __builtin_return_address(0));                     \
+    }
 CF_ACCESS(1, 1)
 CF_ACCESS(2, 2)
 CF_ACCESS(4, 4)
 CF_ACCESS(8, 8)
 CF_ACCESS(16, 16)
 extern "C" __attribute__((no_sanitize_address)) void __asan_loadN_noabort(u64 address, u64 bytes) {
-    emulated::check_read(address, bytes, __builtin_return_address(0));
+    emulated::on_access(address, bytes, true, __builtin_return_address(0));
 }
-extern "C" __attribute__((no_sanitize_address)) void __asan_storeN_noabort(u64, u64) {}
+extern "C" __attribute__((no_sanitize_address)) void __asan_storeN_noabort(u64 address, u64 bytes) {
+    emulated::on_access(address, bytes, false, __builtin_return_address(0));
+}
 extern "C" void __asan_handle_no_return() {}
 #endif

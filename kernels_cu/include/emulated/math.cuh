@@ -1,5 +1,6 @@
 // Elementary functions with the contracts of ptx/math.cuh. The host's are more accurate than the promised bounds.
 #pragma once
+#include "platform/trace.cuh"
 #include "platform/types.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -15,7 +16,10 @@ inline float flush_subnormal(float x) {
 }  // namespace emulated
 
 /// 2^x, ex2.approx.ftz: maximal relative error 2^-22; 2^-inf = 0, NaN stays NaN.
-DEVICE float exp2_approx(float x) { return emulated::flush_subnormal(__builtin_exp2f(emulated::flush_subnormal(x))); }
+DEVICE float exp2_approx(float x) {
+    emulated::trace("exp2");
+    return emulated::flush_subnormal(__builtin_exp2f(emulated::flush_subnormal(x)));
+}
 /// log2 x, lg2.approx.ftz: absolute error 2^-22 near 1, relative elsewhere.
 DEVICE float log2_approx(float x) { return __builtin_log2f(emulated::flush_subnormal(x)); }
 

@@ -49,6 +49,7 @@ inline void complete_bytes(Barrier& barrier, u32 bytes, const char* who) {
 }
 
 inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
+    trace("arrive", bytes, reinterpret_cast<u64>(&barrier));
     if (checked(barrier, who).arrivals_due == 0)
         fail("%s: all %u arrivals of phase %u have come to the barrier at shared offset %u, only bytes are due", who,
              static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.phase), offset(barrier));
@@ -75,6 +76,7 @@ DEVICE void barrier_init(Barrier& barrier, u32 arrivals) {
     emulated::shared_pointer(shared_address(&barrier), 8, "barrier_init");
     if (arrivals == 0 || arrivals > 1024)
         emulated::fail("barrier_init: %u arrivals; a block has 1 to 1024 threads", arrivals);
+    emulated::trace("barrier", arrivals, reinterpret_cast<u64>(&barrier));
     barrier = {emulated::kMark, 0, arrivals, arrivals, 0};
 }
 
@@ -86,6 +88,7 @@ DEVICE void barrier_arrive_expect(Barrier& barrier, u32 bytes) {
 }
 
 DEVICE void barrier_wait(Barrier& barrier, u32 parity) {
+    emulated::trace("wait", parity, reinterpret_cast<u64>(&barrier));
     if (parity > 1)
         emulated::fail("barrier_wait: parity is %u; it must be 0 or 1", parity);
     while (emulated::checked(barrier, "barrier_wait").phase % 2 == parity)

@@ -95,6 +95,7 @@ void mma(void* const* lane) {
 
 template <typename T>
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    emulated::trace("mma", 8 * emulated::Elements<T>::kCount);
     emulated::MmaOperands operands = {d, a, {b0, b1}};
     emulated::meet_warp("mma", &operands, emulated::mma<T>);
 }

@@ -1,5 +1,6 @@
 // Reductions into global memory whose old value nobody needs.
 #pragma once
+#include "platform/trace.cuh"
 #include "platform/types.cuh"
 
 namespace emulated {
@@ -17,6 +18,7 @@ inline void atomic_add(float* target, float x) {
 
 /// target[0..3] += x[0..3], each addition atomic; target 16-byte aligned.
 DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
+    emulated::trace("reduce", 16);
     if (reinterpret_cast<u64>(target) % 16 != 0)
         emulated::fail("reduce_add4: target %p is not aligned to 16 bytes", static_cast<void*>(target));
     emulated::atomic_add(target, x0);
@@ -27,6 +29,7 @@ DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
 
 /// target[0..1] += x[0..1], likewise; target 8-byte aligned.
 DEVICE void reduce_add2(float* target, float x0, float x1) {
+    emulated::trace("reduce", 8);
     if (reinterpret_cast<u64>(target) % 8 != 0)
         emulated::fail("reduce_add2: target %p is not aligned to 8 bytes", static_cast<void*>(target));
     emulated::atomic_add(target, x0);
@@ -34,4 +37,7 @@ DEVICE void reduce_add2(float* target, float x0, float x1) {
 }
 
 /// *target += x, likewise.
-DEVICE void reduce_add(float* target, float x) { emulated::atomic_add(target, x); }
+DEVICE void reduce_add(float* target, float x) {
+    emulated::trace("reduce", 4);
+    emulated::atomic_add(target, x);
+}

@@ -119,18 +119,21 @@ DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c
     if (reinterpret_cast<const Barrier*>(seen)->mark != kMark)
         fail("tma_load: no barrier_init_fence since barrier_init");
     const Box box = Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_load"}.checked();
+    trace("load", box.rows() * box.row_bytes(), reinterpret_cast<u64>(&barrier));
     start(Unit::kLoads, work([box, &barrier] { box.load(barrier); }));
 }
 
 DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, i32 c2, i32 c3) {
     using namespace emulated;
     const Box box = Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_store"}.checked();
+    trace("store", box.rows() * box.row_bytes());
     start(Unit::kStores, work([box] { box.store(); }));
 }
 
 DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
     using namespace emulated;
     checked_bulk(global, bytes, "bulk_reduce_add");
+    trace("store", bytes);
     const SharedAddress from = shared_address(shared);
     start(Unit::kStores, work([=] { reduce(global, from, bytes); }));
 }
@@ -138,6 +141,7 @@ DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
 DEVICE void bulk_store(float* global, const void* shared, u32 bytes) {
     using namespace emulated;
     checked_bulk(global, bytes, "bulk_store");
+    trace("store", bytes);
     const SharedAddress from = shared_address(shared);
     start(Unit::kStores, work([=] {
               for (u32 n = 0; n < bytes; n += 16)
@@ -145,16 +149,21 @@ DEVICE void bulk_store(float* global, const void* shared, u32 bytes) {
           }));
 }
 
-DEVICE void bulk_commit() { emulated::commit(emulated::Unit::kStores); }
+DEVICE void bulk_commit() {
+    emulated::trace("store commit");
+    emulated::commit(emulated::Unit::kStores);
+}
 
 template <u32 kPending>
 DEVICE void bulk_wait_read() {
+    emulated::trace("store wait", kPending);
     emulated::wait(emulated::Unit::kStores, kPending);
 }
 
 /// Stores write as soon as they read.
 template <u32 kPending>
 DEVICE void bulk_wait() {
+    emulated::trace("store wait", kPending);
     emulated::wait(emulated::Unit::kStores, kPending);
 }
 

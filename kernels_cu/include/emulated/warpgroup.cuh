@@ -78,8 +78,12 @@ DEVICE void registers_acquire() {
 }
 
 DEVICE void named_sync(u32 id, u32 threads) {
+    emulated::trace("named sync", id, threads);
     if (!emulated::arrive_named(id, threads, "named_sync"))
         emulated::wait_for(&emulated::block_state().named[id], id, emulated::describe_named);
 }
 
-DEVICE void named_arrive(u32 id, u32 threads) { emulated::arrive_named(id, threads, "named_arrive"); }
+DEVICE void named_arrive(u32 id, u32 threads) {
+    emulated::trace("named arrive", id, threads);
+    emulated::arrive_named(id, threads, "named_arrive");
+}

@@ -119,6 +119,7 @@ void issue_product(void* const* lane) {
 template <typename T, u32 kN>
 void multiply(WgmmaOperands operands) {
     static_assert(kN % 16 == 0 && kN >= 16 && kN <= 256);
+    trace("wgmma", kN);
     meet_warp("wgmma", &operands, issue_product<T, kN>);
 }
 
@@ -130,11 +131,13 @@ DEVICE void wgmma_fence() {
 }
 
 DEVICE void wgmma_commit() {
+    emulated::trace("wgmma commit");
     emulated::meet_warp("wgmma_commit", nullptr, [](void* const*) { emulated::commit(emulated::Unit::kProducts); });
 }
 
 template <u32 kPending>
 DEVICE void wgmma_wait() {
+    emulated::trace("wgmma wait", kPending);
     emulated::meet_warp("wgmma_wait", nullptr, [](void* const*) { emulated::wait_products(kPending); });
 }
 
