@@ -389,7 +389,7 @@ def test_wrong_arguments_are_usage_errors(arguments, message, capsys, tmp_path, 
 
 
 def test_without_a_compiler_one_sentence_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(emulated, "compiler", lambda: None)
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit):
         main(["trace"])
     assert capsys.readouterr().err.count("g++, which was not found in PATH") == 1
