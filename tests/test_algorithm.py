@@ -156,7 +156,8 @@ def test_every_family_has_one_algorithm():
         ("auto", A100, {}, ["mma"], ["mma"]),
         ("v2", H200, {}, ["mma"], ["mma"]),
         ("v2", H200, {"deterministic": True}, ["mma"], ["mma", "mma"]),
-        ("v2", H200, {"dtype": "float32"}, ["simt"], ["simt"]),
+        ("v2", H200, {"dtype": "float32"}, ["mma"], ["mma"]),
+        ("v2", T4, {"dtype": "float32"}, ["simt"], ["simt"]),
         ("v2", H200, {"dtype": "float32", "precision": "tf32"}, ["mma"], ["mma"]),
         ("v2", T4, {"dtype": "bfloat16"}, ["simt"], ["simt", "simt"]),
         ("v3", H200, {}, ["wgmma"], ["wgmma"]),
@@ -198,7 +199,7 @@ def test_what_v3_cannot_compute(gpu, changes, arrays, reason):
 @pytest.mark.parametrize(
     ("gpu", "changes", "reason"),
     [
-        (H200, {"dtype": "float32"}, 'tensor cores have no exact float32; precision="tf32" allows them'),
+        (H200, {"dtype": "float32"}, 'family "v1" splits no float32 into TF32 parts; precision="tf32" rounds them'),
         (T4, {"dtype": "bfloat16"}, "bfloat16 on tensor cores needs sm_80; Tesla T4 is sm_75"),
     ],
 )
