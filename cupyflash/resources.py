@@ -251,8 +251,6 @@ def _why_not_v1(task: Task, config: TileConfig, problem: Problem, limits: Limits
         return f"stages is {config.stages}; tiles of queries are fetched between uses (1) or one ahead (2)"
     if problem.dtype == "float32" and problem.precision == "ieee":
         return 'no v1 kernel for exact float32; precision="tf32" allows TF32'
-    if problem.dtype == "float32" and problem.precision != "tf32":
-        return 'family "v1" splits no float32 into TF32 parts; precision="tf32" rounds them'
     tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
     return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)
 

@@ -199,7 +199,7 @@ def test_what_v3_cannot_compute(gpu, changes, arrays, reason):
 @pytest.mark.parametrize(
     ("gpu", "changes", "reason"),
     [
-        (H200, {"dtype": "float32"}, 'family "v1" splits no float32 into TF32 parts; precision="tf32" rounds them'),
+        (H200, {"dtype": "float32"}, 'no v1 kernel for exact float32; precision="tf32" allows TF32'),
         (T4, {"dtype": "bfloat16"}, "bfloat16 on tensor cores needs sm_80; Tesla T4 is sm_75"),
     ],
 )
