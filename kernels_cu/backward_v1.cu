@@ -138,8 +138,8 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
         const i32 first_key = j * static_cast<i32>(kBc);
         const Range keys = {first_key, first_key + static_cast<i32>(kBc)};  // some may lie beyond the last key
         const Range tiles = band.query_tiles({first_key, smaller(keys.end, params.seqlen_k)});
-        Accumulator<kGradM, kGradN, kWarpsGradD> dK;
-        Accumulator<kGradM, kGradNV, kWarpsGradD> dV;
+        SumTile<Element, kGradM, kGradN, kWarpsGradD> dK;
+        SumTile<Element, kGradM, kGradNV, kWarpsGradD> dV;
         dK.clear();
         dV.clear();
 

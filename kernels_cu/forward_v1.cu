@@ -19,7 +19,7 @@
 constexpr u32 kM = kBr / (16 * kWarps);
 static_assert(kM * 16 * kWarps == kBr, "each warp owns whole 16-row tiles");
 
-using OutputTile = Accumulator<kM, kDv / 8>;
+using OutputTile = SumTile<Element, kM, kDv / 8>;
 
 struct SharedStorage {
     SharedTile<Element, kBc, kD> K;
@@ -172,14 +172,12 @@ DEVICE bool attend(const ForwardV1Params& params, bool careful) {
             if (!band.all_visible(rows, keys))
                 mask_scores(S, band, rows.first, first_key);
 
-            // float32 is read by ordinary loads, whose addresses the compiler would keep in registers over the loop.
-            const u32 first_column = sizeof(Element) == 4 ? opaque(0) : 0;
             undo_division(O, state);
             state.update(S, O);  // S becomes P = exp(S - m), O is taken to the new m
             warp_gemm<Element, kBc / kStepK<Element>>(
                 O, RegisterA<Element, kM, kBc / 8>(S),
-                RowMajorB<Element, true, 1, kBc, kDv>(shared.V, first_column));  // O += P V_j
-            state.finish(O);                                                     // O is divided by the new l
+                RowMajorB<Element, true, 1, kBc, kDv>(shared.V, 0));  // O += P V_j
+            state.finish(O);                                          // O is divided by the new l
 
             if (j + 1 < seen.end) {
                 kept_rows.write(O, state);
