@@ -168,8 +168,9 @@ def plan_forward(
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize
     blocks = _query_blocks(problem, config)
     wgmma = config.family == "wgmma"
+    grid = _persistent_blocks(problem, config, limits) if wgmma else blocks
     return Plan(
-        launches=((kernel, min(blocks, limits.sm_count) if wgmma else blocks),),
+        launches=((kernel, grid),),
         delta_floats=0,
         dq_floats=0,
         section=min(
@@ -178,8 +179,21 @@ def plan_forward(
         ),
         configs=(("forward", config, origin),),
         dynamic=wgmma and config.dynamic,
-        map_rows=(64, config.Bc, config.Bc) if wgmma else (),
+        map_rows=(64, *2 * (config.Bc // config.cluster,)) if wgmma else (),
     )
+
+
+def _persistent_blocks(problem: Problem, config: TileConfig, limits: Limits) -> int:
+    """Blocks that take one query tile after the other: as many as can run at once, in whole clusters.
+
+    A cluster takes as many tiles at a time as it has blocks, kernels_cu/include/tile_units.cuh.
+    """
+    cluster = config.cluster
+    if problem.group % cluster:
+        units = _blocks(problem.batch * problem.num_heads, problem.seqlen_q, config.Br * cluster)
+    else:
+        units = _query_blocks(problem, config) // cluster
+    return cluster * min(units, limits.sm_count // cluster)
 
 
 def backward_tasks(
@@ -314,6 +328,8 @@ def defines_of(
             "CF_STALE_MAXIMUM": int(config.stale_maximum),
             "CF_TURNS": int(config.turns),
         }
+    if config.family == "wgmma" and task == "forward":
+        defines |= {"CF_CLUSTER": config.cluster, "CF_AHEAD": config.ahead, "CF_HALVES": int(config.halves)}
     if task in ("backward", "backward_dkv"):
         defines |= {
             "CF_SUM_DQ": int(task == "backward"),

@@ -23,6 +23,8 @@ _PANEL_COLUMNS = 64
 _PANEL_ROW_BYTES = 128
 _PANEL_ALIGNMENT = 1024
 _TILE_BYTES = 144
+_CLUSTER_BYTES = 48  # more in a cluster, whose units have marks for two tiles each
+_LARGEST_CLUSTER = 2
 _CONSUMER_REGISTERS = {2: 232, 3: 160}  # per thread, by the number of consumer warpgroups
 _BACKWARD_CONSUMERS = 2
 _WORKS, _WORK_BYTES = 2, 32  # announced ahead, kernels_cu/backward_wgmma.cu
@@ -93,7 +95,8 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
         consumers = _consumers(config)
         panels, panels_v = -(-d // _PANEL_COLUMNS), -(-dv // _PANEL_COLUMNS)
         tiles = _PANEL_ROW_BYTES * (64 * consumers * panels + stages * Bc * (panels + panels_v))
-        return _round_up(tiles + 8 * (2 * consumers + 4 * stages) + _TILE_BYTES, _PANEL_ALIGNMENT)
+        told = _TILE_BYTES + _CLUSTER_BYTES * (config.cluster - 1)
+        return _round_up(tiles + 8 * (2 * consumers + 4 * stages) + told, _PANEL_ALIGNMENT)
     if config.family == "v1":
         return _v1_shared_bytes(task, config, d, dv, size)
     if task == "forward":
@@ -278,6 +281,14 @@ def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Lim
         return f"Br is {config.Br}; each of {_consumers(config)} consumer warpgroups has 64 rows"
     if config.Bc % 16 or not 16 <= config.Bc <= 256:
         return f"Bc is {config.Bc}; a product has a multiple of 16 keys, at most 256"
+    if not 0 <= config.ahead <= 2:
+        return f"ahead is {config.ahead}; a tile is taken after the last load (0), before it (1), or fetched, too (2)"
+    if config.halves and config.Bc % 32:
+        return f"Bc is {config.Bc} and halves is set; half a tile of keys has a multiple of 16"
+    if not 1 <= config.cluster <= _LARGEST_CLUSTER:
+        return f"cluster is {config.cluster}; 1 or {_LARGEST_CLUSTER} blocks share what they load"
+    if config.cluster > limits.sm_count:
+        return f"clusters of {config.cluster} blocks need as many multiprocessors; {limits.name} has {limits.sm_count}"
     return None
 
 

@@ -51,6 +51,10 @@ class TileConfig:
         turns: "wgmma" forward only, the consumers take turns at the tensor cores; in the backward they always do.
         dynamic: "wgmma" forward only, a block that is free takes the next tile; else every block has its tiles from the
             start.
+        cluster: "wgmma" forward only, blocks that share the keys and values that they load, 1 or 2.
+        ahead: "wgmma" forward only, 0: a block takes its next tile after the last load of the one before; 1: before it;
+            2: and has the L2 cache fetch what it begins with.
+        halves: "wgmma" forward only, of a row's first tile of keys only half is computed where no more is seen.
         rounded_queries: "wgmma" backward up to head dim 128 only, queries of a tile whose dS comes from the rounded P:
             fewer registers, less precision.
         rounded_weights: "wgmma" backward above head dim 128 only, the same for all of them: less shared memory.
@@ -74,6 +78,9 @@ class TileConfig:
     stale_maximum: bool = True
     turns: bool = True
     dynamic: bool = True
+    cluster: int = 1
+    ahead: int = 0
+    halves: bool = False
     rounded_queries: int = 0
     rounded_weights: bool = False
     values_in_registers: bool = False

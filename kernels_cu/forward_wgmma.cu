@@ -9,12 +9,17 @@
 // What binds is the issue of instructions beside the tensor cores: row maxima are taken only in a tile's first and masked
 // blocks (row_state.cuh, "stale"). A tile whose weights then overflow is marked, and the producer hands it out once more
 // to be computed the exact way. So is one with hidden values of V that are not finite.
+//
+// Two blocks may form a cluster (CF_CLUSTER). They take tiles that see the same keys (tile_units.cuh), and each loads half of
+// every K and V for both: a buffer is full when both halves are there, and empty when the consumers of both have read it.
+// The first block of a cluster leads: it says which unit of tiles comes next, and notes which tiles are to be repeated.
 #include "tensor_params.cuh"
 #include "band.cuh"
 #include "constant.cuh"
 #include "hidden.cuh"
 #include "panel_tile.cuh"
 #include "platform/atomic.cuh"
+#include "platform/cluster.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/tma.cuh"
 #include "platform/warpgroup.cuh"
@@ -22,6 +27,7 @@
 #include "row_state.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
+#include "tile_units.cuh"
 #include "traits.cuh"
 #include "warpgroup_tile.cuh"
 
@@ -31,12 +37,25 @@ constexpr u32 kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr u32 kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 constexpr bool kStale = CF_STALE_MAXIMUM;
 constexpr bool kTurns = CF_TURNS && kConsumers > 1;
+constexpr bool kAhead = CF_AHEAD >= 1;     // the next tile is taken before the last V of this one is loaded
+constexpr bool kPrefetch = CF_AHEAD >= 2;  // and the cache fetches what it begins with
+constexpr bool kHalves = CF_HALVES && kBandLast;
+constexpr u32 kCluster = CF_CLUSTER;
+constexpr bool kPaired = kCluster > 1;
+static_assert(kCluster == 1 || kCluster == 2, "a leader, and one who follows");
 
 using TileQ = PanelTile<Element, 64, kD>;
 using TileK = PanelTile<Element, kBc, kD>;
 using TileV = PanelTile<Element, kBc, kDv>;
 
-/// A query tile, as the producer announces it to the consumers. index -1: none follows for now, finish what was begun.
+/// What is computed next: unit `index` of query tiles, one for each block of the cluster; -1: none follows for now, finish
+/// what was begun. repeated: of its tiles those that are computed once more, the exact way, one bit each; 0: all for the
+/// first time.
+struct Unit {
+    i32 index, repeated;
+};
+
+/// A query tile, as the producer announces it to the consumers; index is that of its unit.
 struct alignas(16) Tile {
     i32 index, batch, head, first_query;
     Range key_tiles;
@@ -44,9 +63,9 @@ struct alignas(16) Tile {
     u32 mark;   // where to note that it must be
 };
 
-// Tiles announced ahead of the one being computed; marks of a few more, since those may be marked, too, before the first
-// mark is seen.
-constexpr u32 kSlots = 2, kMarks = 4;
+// Tiles announced ahead of the one being computed; units with marks of their own are some more, since those may be marked,
+// too, before the first mark is seen.
+constexpr u32 kSlots = 2, kMarks = 4 * kCluster;
 
 struct SharedStorage {
     TileQ Q[kConsumers];
@@ -56,8 +75,12 @@ struct SharedStorage {
     Barrier Q_full[kConsumers], Q_empty[kConsumers];
     Barrier K_full[kStages], K_empty[kStages], V_full[kStages], V_empty[kStages];
     Barrier slot_full[kSlots], slot_empty[kSlots];
-    volatile i32 marks[kMarks];     // indices of tiles to be computed again, -1: none
-    volatile i32 hidden_nonfinite;  // the last tile with hidden values of V that are not finite
+    Barrier unit_full, unit_empty;  // the latter is looked at in the leading block, the former in the other one
+    volatile i32 marks[kMarks]
+                      [kCluster];   // indices of units whose tile is to be computed again, -1: none; of the leader
+    volatile i32 hidden_nonfinite;  // the last unit with hidden values of V that are not finite
+    volatile i32 unit_index, unit_repeated;
+    i32 rounds;  // how often a unit was taken without a counter; here, for registers are short
 };
 
 DEVICE void init_shared(SharedStorage& shared) {
@@ -69,17 +92,24 @@ DEVICE void init_shared(SharedStorage& shared) {
     for (u32 n = 0; n < kStages; ++n) {
         barrier_init(shared.K_full[n], 1);
         barrier_init(shared.V_full[n], 1);
-        barrier_init(shared.K_empty[n], kConsumerWarps);
-        barrier_init(shared.V_empty[n], kConsumerWarps);
+        barrier_init(shared.K_empty[n], kCluster * kConsumerWarps);
+        barrier_init(shared.V_empty[n], kCluster * kConsumerWarps);
     }
     for (u32 n = 0; n < kSlots; ++n) {
         barrier_init(shared.slot_full[n], 1);
         barrier_init(shared.slot_empty[n], kConsumerWarps);
     }
+    if (kPaired) {
+        barrier_init(shared.unit_full, 1);
+        barrier_init(shared.unit_empty, 1);
+    }
     barrier_init_fence();
     for (u32 n = 0; n < kMarks; ++n)
-        shared.marks[n] = -1;
+        for (u32 member = 0; member < kCluster; ++member)
+            shared.marks[n][member] = -1;
     shared.hidden_nonfinite = -1;
+    shared.rounds = 0;
+    shared.slots[kSlots - 1] = {0, 0, 0, 0, {0, 0}, 0, 0};  // before the first tile
 }
 
 /// The one thread that announces tiles and streams their operands.
@@ -89,30 +119,102 @@ struct Producer {
     Ring<1> Q;
     Ring<kStages> K, V;
     Ring<kSlots> slot;
-    u32 mark = 0;
+    i32 announced = 0;  // tiles
+
+    DEVICE static u32 rank() { return kPaired ? cluster_rank() : 0; }
+
+    /// The first unit of this cluster.
+    DEVICE static i32 first() { return static_cast<i32>(block_index() / kCluster); }
+
+    /// A further one. Whoever is free takes the next. Without a counter, every other round goes backwards: with a mask the
+    /// tiles become shorter, and nobody gets the longer one each time.
+    DEVICE i32 take() {
+        const i32 clusters = static_cast<i32>(grid_size() / kCluster);
+        if (params.tile_counter != nullptr)
+            return clusters + static_cast<i32>(atomic_add(params.tile_counter, 1));
+        const i32 rounds = ++shared.rounds;
+        return rounds * clusters + (rounds % 2 != 0 ? clusters - 1 - first() : first());
+    }
+
+    /// A unit with tiles that are marked: they are handed out once more, each for itself, for what a tile becomes must not
+    /// depend on its neighbours. index -1: there is none.
+    DEVICE Unit marked() {
+        Unit found = {-1, 0};
+#pragma unroll 1
+        for (u32 n = 0; n < kMarks && found.index < 0; ++n)
+#pragma unroll
+            for (u32 member = 0; member < kCluster; ++member)
+                if (const i32 index = shared.marks[n][member]; index >= 0) {
+                    shared.marks[n][member] = -1;
+                    found.index = index;
+                    found.repeated |= 1 << member;
+                }
+        return found;
+    }
+
+    /// What comes next, as whoever leads decides. exhausted: nothing but what is marked.
+    DEVICE Unit choose(bool exhausted) {
+        const Unit again = marked();
+        if (again.index >= 0 || exhausted)
+            return again;
+        const i32 index = take();
+        return {index < TileUnits<kCluster>(params).count(params) ? index : -1, 0};
+    }
+
+    /// What comes next, as the leader tells the other.
+    DEVICE Unit next(bool exhausted) {
+        if (announced == 0)
+            return {first(), 0};
+        if (!kPaired)
+            return choose(exhausted);
+        // The first announcement needed no telling, each later one did.
+        static_assert(kSlots == 2);
+        const u32 parity = slot.at ^ 1;
+        Unit next;
+        if (rank() == 0) {
+            next = choose(exhausted);
+            barrier_wait(shared.unit_empty, parity ^ 1);
+            cluster_store(shared.unit_index, 1, next.index);
+            cluster_store(shared.unit_repeated, 1, next.repeated);
+            cluster_fence();
+            barrier_arrive_at(shared.unit_full, 1);
+        } else {
+            barrier_wait(shared.unit_full, parity);
+            cluster_fence();
+            next = {shared.unit_index, shared.unit_repeated};
+            barrier_arrive_at(shared.unit_empty, 0);
+        }
+        return next;
+    }
 
     /// What is announced stays readable until the next but one is.
-    DEVICE const Tile& announce(const Tile& tile) {
+    DEVICE const Tile& announce(Unit next) {
+        Tile tile = {-1, 0, 0, 0, {0, 0}, 0, 0};
+        if (next.index >= 0) {
+            // The blocks take turns at the tiles of a unit, of which one may see fewer keys.
+            const u32 nth = static_cast<u32>(announced), member = kPaired ? (rank() + nth) % kCluster : 0;
+            const UnitTile work = TileUnits<kCluster>(params).at(next.index, static_cast<i32>(member), params);
+            tile = {next.index,
+                    work.batch,
+                    work.head,
+                    work.first_query,
+                    work.key_tiles,
+                    next.repeated >> member & 1,
+                    nth % kMarks * kCluster + member};
+            ++announced;
+            if (kPaired && next.repeated != 0 && tile.exact == 0)
+                tile.first_query = params.seqlen_q;  // no rows: the block only takes part
+        }
         barrier_wait(shared.slot_empty[slot.at], slot.parity ^ 1);
-        Tile& announced = shared.slots[slot.at];
-        announced = tile;
+        Tile& place = shared.slots[slot.at];
+        place = tile;
         barrier_arrive(shared.slot_full[slot.at]);
         slot.advance();
-        return announced;
-    }
-    DEVICE void announce_none() { announce({-1, 0, 0, 0, {0, 0}, 0, 0}); }
-
-    DEVICE const Tile& announce(i32 index, bool exact) {
-        const TileWork work =
-            tile_work_at(index, params.seqlen_q, kBr, params.batch * params.num_heads, params.section, kBandLast);
-        if (!exact)
-            mark = (mark + 1) % kMarks;
-        return announce({index, work.batch_head / params.num_heads, work.batch_head % params.num_heads, work.rows.first,
-                         Band::of(params).key_tiles(work.rows), exact, mark});
+        return place;
     }
 
     DEVICE void load_Q(const Tile& tile) {
-#pragma unroll
+#pragma unroll(kPaired ? 1 : kConsumers)  // addresses in a cluster take more registers
         for (u32 n = 0; n < kConsumers; ++n) {
             barrier_wait(shared.Q_empty[n], Q.parity ^ 1);
             barrier_arrive_expect(shared.Q_full[n], sizeof(TileQ::data));
@@ -127,68 +229,89 @@ struct Producer {
                      const Tile& tile) {
         barrier_wait(empty[ring.at], ring.parity ^ 1);
         barrier_arrive_expect(full[ring.at], sizeof(Buffer::data));
-        buffers[ring.at].load(map, full[ring.at], j * static_cast<i32>(kBc), tile.head / params.group, tile.batch);
+        const i32 first_key = j * static_cast<i32>(kBc);
+        if constexpr (kPaired)
+            buffers[ring.at].template load_part<kCluster>(rank(), map, full[ring.at], first_key,
+                                                          tile.head / params.group, tile.batch);
+        else
+            buffers[ring.at].load(map, full[ring.at], first_key, tile.head / params.group, tile.batch);
         ring.advance();
     }
 
-    /// Announces a tile and loads Q and, last keys first, K and V: V_j after K_{j-1}, in the order of their use.
-    DEVICE void stream(i32 index, bool exact) {
-        const Tile& tile = announce(index, exact);
-        const Range key_tiles = tile.key_tiles;
-        if (key_tiles.empty())
+    /// Has the cache fetch Q, and as many K and V as have buffers.
+    DEVICE void prefetch(const Tile& tile) {
+        const i32 first = larger(tile.key_tiles.first, tile.key_tiles.end - static_cast<i32>(kStages));
+        if (tile.key_tiles.empty())
             return;
+#pragma unroll 1
+        for (u32 n = 0; n < kConsumers; ++n)
+            TileQ::prefetch(params.q_map, tile.first_query + static_cast<i32>(64 * n), tile.head, tile.batch);
+        const i32 head = tile.head / params.group, part = static_cast<i32>(rank() * (kBc / kCluster));
+#pragma unroll 1
+        for (i32 j = tile.key_tiles.end - 1; j >= first; --j) {
+            TileK::prefetch(params.k_map, j * static_cast<i32>(kBc) + part, head, tile.batch);
+            TileV::prefetch(params.v_map, j * static_cast<i32>(kBc) + part, head, tile.batch);
+        }
+    }
+
+    /// Loads Q and, last keys first, K and V of an announced tile: V_j after K_{j-1}, in the order of their use.
+    /// before_last: called before the last of them.
+    template <typename BeforeLast>
+    DEVICE void stream(const Tile& tile, BeforeLast before_last) {
+        const Range key_tiles = tile.key_tiles;
 #pragma unroll 1
         for (i32 j = key_tiles.end - 1; j >= key_tiles.first - 1; --j) {
             if (j >= key_tiles.first)
                 load(K, shared.K, shared.K_full, shared.K_empty, params.k_map, j, tile);
+            else
+                before_last();
             // Its buffer is free later than K's.
-            if (j == key_tiles.end - 1)
+            if (j == key_tiles.end - 1 && !key_tiles.empty())
                 load_Q(tile);
             if (j + 1 < key_tiles.end)
                 load(V, shared.V, shared.V_full, shared.V_empty, params.v_map, j + 1, tile);
         }
     }
 
-    /// Hands out the tiles that are marked once more, each for itself: what a tile becomes must not depend on its neighbours.
-    DEVICE bool repeat_marked() {
-        bool any = false;
+    /// Waits until all that is loaded has been read. The consumers mark a tile before they release its last V.
+    DEVICE void wait_until_read() {
+        Ring<kStages> last = V;
 #pragma unroll 1
-        for (u32 n = 0; n < kMarks; ++n)
-            if (const i32 marked = shared.marks[n]; marked >= 0) {
-                shared.marks[n] = -1;
-                stream(marked, true);
-                any = true;
-            }
-        return any;
+        for (u32 n = 0; n < kStages; ++n, last.advance())
+            barrier_wait(shared.V_empty[last.at], last.parity ^ 1);
+        if (kPaired)
+            cluster_fence();
     }
 
     DEVICE void run() {
-        const i32 blocks = static_cast<i32>(grid_size()), block = static_cast<i32>(block_index());
-        const i32 tiles =
-            (params.seqlen_q + static_cast<i32>(kBr) - 1) / static_cast<i32>(kBr) * params.batch * params.num_heads;
         tensor_map_prefetch(params.q_map);
         tensor_map_prefetch(params.k_map);
         tensor_map_prefetch(params.v_map);
-        i32 index = block;
+        const Tile* tile = &shared.slots[kSlots - 1];  // without keys
+        bool ended = false;                            // nothing follows, twice
 #pragma unroll 1
-        for (i32 round = 1; index < tiles; ++round) {
-            stream(index, false);
-            repeat_marked();
-            // Whoever is free takes the next tile, as late as its loads can begin. Without a counter, every other round
-            // goes backwards: with a mask the tiles become shorter, and nobody gets the longer one each time.
-            index = params.tile_counter != nullptr ? blocks + static_cast<i32>(atomic_add(params.tile_counter, 1))
-                                                   : round * blocks + (round % 2 != 0 ? blocks - 1 - block : block);
+        while (!ended) {
+            const Tile* following = nullptr;
+            auto announce_next = [&] {
+                const bool paused = tile->index < 0;
+                if (paused)
+                    wait_until_read();
+                following = &announce(next(paused));
+                if (kPrefetch)
+                    prefetch(*following);
+            };
+            stream(*tile, [&] {
+                if (kAhead)
+                    announce_next();
+            });
+            if (!kAhead)
+                announce_next();
+            ended = tile->index < 0 && following->index < 0;
+            tile = following;
         }
-        announce_none();
-        // The consumers mark a tile before they release its last V.
-        Ring<kStages> last = V;
-        for (u32 n = 0; n < kStages; ++n, last.advance())
-            barrier_wait(shared.V_empty[last.at], last.parity ^ 1);
-        if (repeat_marked())
-            announce_none();
-        announce_none();
         // The last block leaves the counters as it found them.
-        if (params.tile_counter != nullptr && atomic_add(params.tile_counter + 1, 1) == grid_size() - 1)
+        if (rank() == 0 && params.tile_counter != nullptr &&
+            atomic_add(params.tile_counter + 1, 1) == grid_size() / kCluster - 1)
             params.tile_counter[0] = params.tile_counter[1] = 0;
     }
 };
@@ -214,6 +337,24 @@ struct Consumer {
     DEVICE void release(Barrier& empty) {
         if (lane_index() == 0)
             barrier_arrive(empty);
+    }
+    /// ... and, of what both blocks load, both producers.
+    DEVICE void release_to_all(Barrier& empty) {
+        if constexpr (!kPaired)
+            release(empty);
+        else if (lane_index() < kCluster)
+            barrier_arrive_at(empty, lane_index());
+    }
+
+    /// Notes that a tile must be computed the exact way; the thread that tells the leading block of its last V.
+    DEVICE void mark(const Tile& tile) {
+        volatile i32& place = shared.marks[tile.mark / kCluster][tile.mark % kCluster];
+        if constexpr (kPaired) {
+            cluster_store(place, 0, tile.index);
+            cluster_fence();
+        } else {
+            place = tile.index;
+        }
     }
 
     // Consumers use the tensor cores in turns; the last one gives the first its first turn.
@@ -246,7 +387,8 @@ struct Consumer {
     DEVICE static Range keys_of(i32 j) { return {j * static_cast<i32>(kBc), (j + 1) * static_cast<i32>(kBc)}; }
 
     /// Hides the scores of keys that a query may not see.
-    DEVICE void mask(WarpgroupTile<kBc>& S, i32 first_query, i32 first_key) const {
+    template <u32 kCols>
+    DEVICE void mask(WarpgroupTile<kCols>& S, i32 first_query, i32 first_key) const {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             // Relative to this lane's first column, so that the comparisons below are with constants.
@@ -345,14 +487,14 @@ DEVICE void Consumer::run() {
         Q.advance();
     };
     auto release_K = [&] {
-        release(shared.K_empty[K.at]);
+        release_to_all(shared.K_empty[K.at]);
         K.advance();
     };
     auto release_V = [&] {
-        release(shared.V_empty[V.at]);
+        release_to_all(shared.V_empty[V.at]);
         V.advance();
     };
-    auto start_S = [&] {  // S = Q K^T
+    auto start_S = [&](auto& S) {  // S = Q K^T
         wgmma_fence();
         wgmma_settle(S.x);
         multiply_transposed<TileQ, TileK>(S, shared.Q[index].along_cols(), shared.K[K.at].along_cols());
@@ -364,7 +506,7 @@ DEVICE void Consumer::run() {
         add_product<TileV>(O, P, shared.V[V.at].along_rows());
         wgmma_commit();
     };
-    auto finish_S = [&] {
+    auto finish_S = [&](auto& S) {
         wgmma_settle(S.x);
         release_K();
         if constexpr (kScoreKind != 0)
@@ -409,19 +551,28 @@ DEVICE void Consumer::run() {
             skip();
         if (!own.empty()) {
             i32 j = own.end - 1;
-            auto shape = [&] {
+            auto shape = [&](auto& S) {
                 if (!band.all_visible(rows, keys_of(j)))
                     mask(S, rows.first, keys_of(j).first);
             };
-            wait_K();
-            take_turn();
-            start_S();
-            pass_turn();
-            wgmma_wait<0>();
-            finish_S();
-            shape();
-            state.update(S, factor, exact);
-            P.round(S);
+            auto begin = [&](auto& S) {
+                wait_K();
+                take_turn();
+                start_S(S);
+                pass_turn();
+                wgmma_wait<0>();
+                finish_S(S);
+                shape(S);
+                state.update(S, factor, exact);
+                P.round(S);
+            };
+            // With an upper bound the first tile of keys may be seen no further than to its middle.
+            constexpr u32 kFront = kHalves ? kBc / 2 : kBc;
+            const i32 last_seen = band.keys_of(smaller(rows.end, params.seqlen_q) - 1).end;
+            if (kHalves && last_seen <= keys_of(j).first + static_cast<i32>(kFront))
+                begin(S.template front<kFront>());
+            else
+                begin(S);
 
             // Tile j - 1 enters as scores while tile j leaves as weights. kPlain: nothing is hidden, and m stays.
             auto step = [&](auto plain) {
@@ -435,15 +586,15 @@ DEVICE void Consumer::run() {
                 --j;
                 wait_K();
                 take_turn();
-                start_S();
+                start_S(S);
                 if constexpr (kPlain)
                     wait_V();
                 start_O();
                 pass_turn();
                 wgmma_wait<1>();
-                finish_S();
+                finish_S(S);
                 if constexpr (!kPlain)
-                    shape();
+                    shape(S);
                 if constexpr (kRaise)
                     state.update(S, factor, exact);
                 wgmma_wait<0>();
@@ -493,7 +644,7 @@ DEVICE void Consumer::run() {
             wgmma_wait<0>();
             wgmma_settle(O.x);
             if (!exact && warp_any(!state.trustworthy() || !O.all_finite()) && lane_index() == 0)
-                shared.marks[tile.mark] = tile.index;
+                mark(tile);
             release_V();
         } else if (!key_tiles.empty()) {
             release_Q();
@@ -509,12 +660,15 @@ DEVICE void Consumer::run() {
     }
 }
 
-KERNEL(kThreads, 1) void forward_wgmma(PARAMS(ForwardTensorParams) params) {
+KERNEL(kThreads, 1) CLUSTERED void forward_wgmma(PARAMS(ForwardTensorParams) params) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const u32 role = warpgroup_index();
     if (thread_index() == 0)
         init_shared(shared);
-    block_sync();
+    if (kPaired)
+        cluster_sync();
+    else
+        block_sync();
     if (role == kConsumers) {
         registers_release<kProducerRegisters>();
         if (thread_index() == 128 * kConsumers)
@@ -523,4 +677,6 @@ KERNEL(kThreads, 1) void forward_wgmma(PARAMS(ForwardTensorParams) params) {
         registers_acquire<kConsumerRegisters>();
         Consumer(params, shared, role).run();
     }
+    if (kPaired)
+        cluster_sync();  // nobody leaves whose memory the other may still reach into
 }

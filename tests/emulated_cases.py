@@ -111,7 +111,11 @@ KINDS = {
     "hopper": Kind("float16", (64, 64), wgmma(128, 32, 12, 2), gpu=TWO_SMS),
     "hopper wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, dynamic=False), gpu=TWO_SMS),
     "hopper three": Kind("bfloat16", (40, 24), wgmma(192, 48, 16, 2, turns=False), gpu=TWO_SMS),
-    "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False), gpu=TWO_SMS),
+    "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False, ahead=1), gpu=TWO_SMS),
+    "hopper pair": Kind(
+        "float16", (64, 64), wgmma(128, 32, 12, 2, cluster=2, ahead=2, halves=True), gpu=FOUR_SMS, schedules=TOGETHER
+    ),
+    "hopper pair wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, cluster=2, dynamic=False), gpu=FOUR_SMS),
     # A product of dQ has head dims as rows: of 32, 80 and 16 queries.
     "backward hopper": persistent_backward("float16", (64, 64), 64, 2),
     "backward hopper wide": persistent_backward("bfloat16", (104, 128), 80, 2, rounded_queries=40, first_stores=False),
@@ -490,8 +494,9 @@ _V1_SHAPES = {
 # of the keys that are loaded first.
 _HOPPER_SHAPES = {
     "plain": [(1, 1), (130, 70, 1, 5, 1), (300, 100, 2, 3, 3)],
-    # In the last one a tile of keys ends where the first row's keys end.
-    "causal": [(1, 100), (129, 33), (300, 300, 1, 4, 2), (300, 150, 1, 5, 1), (300, 299)],
+    # In the last but one a tile of keys ends where the first row's keys end; in the last one rows see a key beyond the
+    # middle of a tile.
+    "causal": [(1, 100), (129, 33), (300, 300, 1, 4, 2), (300, 150, 1, 5, 1), (300, 299), (290, 275)],
     "top left": [(70, 130), (300, 100)],
     "window": [(300, 300, 1, 3, 1), (140, 400), (333, 97)],
     "left": [(300, 200, 2, 2, 1)],
@@ -633,6 +638,10 @@ CASES = {
             for numbers in all_numbers
         ),
         Case("hopper", "causal", (260, 230, 2, 4, 2), layout="heads first aligned", gradients=()),
+        # An even number of heads that share no keys; of three tiles the last one has no neighbour.
+        Case("hopper pair", "causal", (300, 200, 1, 4, 4), "steep heads", gradients=()),
+        # Most units see no key, and so wait for nothing.
+        Case("hopper pair", "causal", (500, 60, 1, 4, 2), gradients=()),
         *(
             Case(kind, options, shape)
             for kind in BACKWARD_HOPPER

@@ -1,6 +1,7 @@
 // Small kernels about Hopper's asynchronous units. Run by test_emulated_hopper.py, which also plants faults in them:
 // FAULT(x) marks, by name, a line that a test leaves out.
 #include "platform/atomic.cuh"
+#include "platform/cluster.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/thread.cuh"
 #include "platform/tma.cuh"
@@ -141,7 +142,8 @@ struct BoxParams {
 struct BoxStorage {
     alignas(1024) u8 box[8192];
     alignas(16) float addends[32];
-    Barrier full;
+    Barrier full, empty, told;
+    volatile i32 place;
 };
 
 DEVICE BoxStorage& box_storage() { return *reinterpret_cast<BoxStorage*>(shared_storage<SharedStorage>().A); }
@@ -238,6 +240,73 @@ KERNEL(96, 1) void poll(PARAMS(PollParams) params) {
     warp_sync();
     if (lane_index() == 0)
         release_add(params.counter, 1);
+}
+
+// ---- Clusters.
+
+struct ShareParams {
+    TensorMap from;  // boxes of 8 x 32 float
+    float* shown;    // of each block and round two boxes, as they lie in shared memory
+};
+
+/// Blocks of a cluster load a box each, for both of them, from the place that the first one tells; twice.
+KERNEL(64, 1) CLUSTERED void share(PARAMS(ShareParams) params) {
+    constexpr u32 kBytes = 1024;
+    BoxStorage& shared = box_storage();
+    const u32 rank = cluster_rank();
+    if (thread_index() == 0) {
+        barrier_init(shared.full, 1);
+        barrier_init(shared.empty, CF_CLUSTER * 2);
+        barrier_init(shared.told, 1);
+        barrier_init_fence();
+    }
+    cluster_sync();  // FAULT(share_start)
+    for (u32 round = 0; round < 2; ++round) {
+        if (thread_index() == 0) {
+            if (rank == 0)
+                for (u32 other = 0; other < CF_CLUSTER; ++other) {
+                    cluster_store(shared.place, other, 8 * CF_CLUSTER * static_cast<i32>(round + 1));
+                    cluster_fence();
+                    barrier_arrive_at(shared.told, other);
+                }
+            barrier_wait(shared.told, round);  // FAULT(share_told)
+            cluster_fence();
+            const i32 place = shared.place + 8 * static_cast<i32>(rank);
+            barrier_wait(shared.empty, round + 1 & 1);  // FAULT(share_empty)
+            barrier_arrive_expect(shared.full, CF_CLUSTER * kBytes);
+            tma_load_to_all<CF_CLUSTER>(shared.box + kBytes * rank, params.from, shared.full, 0, place, 0, 0);
+        }
+        barrier_wait(shared.full, round);  // FAULT(share_full)
+        const u32 first = (2 * block_index() + round) * CF_CLUSTER * kBytes / 4;
+        for (u32 n = thread_index(); n < CF_CLUSTER * kBytes / 4; n += 64)
+            params.shown[first + n] = reinterpret_cast<float*>(shared.box)[n];
+        warp_sync();
+        if (lane_index() < CF_CLUSTER) {
+            barrier_arrive_at(shared.empty, lane_index());  // FAULT(share_release)
+        }
+    }
+    cluster_sync();  // FAULT(share_end)
+}
+
+/// The first block arrives at a barrier of the second, which does not wait for it.
+KERNEL(32, 1) CLUSTERED void leave_alone(PARAMS(ShareParams)) {
+    BoxStorage& shared = box_storage();
+    if (lane_index() == 0)
+        barrier_init(shared.full, 1);
+    cluster_sync();
+    if (cluster_rank() == 0 && lane_index() == 0)
+        barrier_arrive_at(shared.full, 1);
+}
+
+/// A thread that ends where others of the cluster wait for it.
+KERNEL(32, 1) CLUSTERED void one_thread_less(PARAMS(ShareParams)) {
+    if (cluster_rank() == 0 || lane_index() != 7)
+        cluster_sync();
+}
+
+KERNEL(32, 1) CLUSTERED void no_such_block(PARAMS(ShareParams)) {
+    if (lane_index() == 0)
+        barrier_arrive_at(box_storage().full, CF_CLUSTER);
 }
 
 // ---- Named barriers, registers, and what is not allowed.

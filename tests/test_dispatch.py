@@ -571,6 +571,31 @@ def test_blocks_stay_where_there_are_more_tiles_than_multiprocessors(hopper):
         assert (kernel.name, grid) == ("forward_wgmma", expected)
 
 
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "expected"),
+    [
+        (200, 1, 1, 2),  # two neighbouring tiles of 128 rows
+        (300, 1, 1, 4),  # the third one has no neighbour
+        (300, 2, 1, 6),  # the same rows of both heads
+        (300, 2, 2, 8),  # heads that share no keys
+        (2048, 16, 2, 132),
+    ],
+)
+def test_clusters_take_tiles_that_share_keys(hopper, length, heads, kv_heads, expected):
+    given = {"forward": TileConfig("wgmma", 128, 128, 12, 2, cluster=2)}
+    forward(Engine(hopper, given), *arrays(B=1, Sq=length, Sk=128, H=heads, Hk=kv_heads, D=128))
+    kernel, grid = hopper.loads[-1]
+    assert (dict(kernel.defines)["CF_CLUSTER"], grid) == (2, expected)
+    assert [box for *_, box, _ in hopper.maps] == [(64, 64, 1, 1)] * 3  # half of a tile of keys
+
+
+def test_clusters_are_whole(hopper):
+    hopper.gpus[2] = dataclasses.replace(HOPPER, sm_count=7)
+    given = {"forward": TileConfig("wgmma", 128, 128, 12, 2, cluster=2)}
+    forward(Engine(hopper, given), *arrays(B=1, Sq=2048, H=4, Hk=4, D=128))
+    assert hopper.loads[-1][1] == 6
+
+
 def test_a_static_schedule_has_no_counter(hopper):
     q, k, v, out = arrays()
     for dynamic in (False, True):

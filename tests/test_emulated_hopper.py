@@ -76,6 +76,7 @@ class Pipeline:
                 "CF_WRONG_PARITY": 0,
                 "CF_BOX_BYTES": 0,
                 "CF_POLL_LAST": 0,
+                "CF_CLUSTER": 1,
                 "CF_SHARED_BYTES": self.shared_bytes(),
                 "CF_ARCH": 90,
             }
@@ -285,6 +286,62 @@ def test_faults_around_blocks_that_wait_are_caught(fault, options, message):
     assert re.search(message, found), found
 
 
+# ---- Clusters.
+
+
+def share(blocks=4, kernel="share", threads=64, fault=None, **options):
+    """(boxes as each block shows them, what they are): the same pairs in both blocks of a cluster."""
+    rows = np.random.default_rng(0).standard_normal((1, 1, 48, 32)).astype(WIDE)
+    shown = np.zeros((blocks, 2, 16, 32), WIDE)
+    pipeline = Pipeline(CF_CLUSTER=2)
+    params = box_map(rows, (32, 8, 1, 1)) + struct.pack("<Q56x", shown.ctypes.data)
+    library = build(fault, tuple(pipeline.defines.items()))
+    shared_bytes = pipeline.defines["CF_SHARED_BYTES"]
+    emulated.launch(library, kernel, blocks, params, threads=threads, shared_bytes=shared_bytes, **options)
+    swizzled = np.empty((48, 8, 4), WIDE)
+    for n, row in enumerate(rows.reshape(48, 8, 4)):
+        swizzled[n, np.arange(8) ^ n % 8] = row
+    return shown, np.broadcast_to(swizzled.reshape(3, 16, 32)[1:], shown.shape)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("copy_mode", COPY_MODES)
+def test_blocks_of_a_cluster_load_for_each_other(order, copy_mode):
+    for seed in range(3):
+        shown, expected = share(order=order, copy_mode=copy_mode, seed=seed, workers=1 + seed)
+        np.testing.assert_array_equal(shown, expected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("share_start", r"there is no initialised barrier at shared offset \d+"),
+        ("share_told", r"wrong"),
+        ("share_empty", r"wrong|all \d arrivals of phase \d have come"),
+        ("share_full", r"wrong|barrier_arrive_expect: all 1 arrivals of phase \d have come"),
+        ("share_release", r"(?s)block \d: deadlock.*block \d: deadlock.*phase 0 lacks 4 of 4 arrivals and 0 bytes"),
+        ("share_end", r"(barrier_arrive_at|tma_load): block \d of the cluster has ended"),
+    ],
+)
+def test_faults_in_a_cluster_are_caught(fault, message):
+    messages = caught(functools.partial(share, fault=fault), seeds=12)
+    assert any(re.search(message, found) for found in messages), messages[:1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "blocks", "message"),
+    [
+        ("leave_alone", 2, r"block 0, thread 0 .*: barrier_arrive_at: block 1 of the cluster has ended"),
+        ("one_thread_less", 2, r"warp 0, lanes 7-7: returned"),
+        ("no_such_block", 2, r"barrier_arrive_at: block 2 of the cluster does not exist"),
+        ("share", 3, r"the grid is no multiple of the cluster's blocks"),
+    ],
+)
+def test_misuse_of_a_cluster_is_reported(kernel, blocks, message):
+    with pytest.raises(RuntimeError, match=message):
+        share(blocks, kernel, threads=64 if kernel == "share" else 32, order="reverse")
+
+
 def test_a_bulk_store_moves_whole_chunks():
     with pytest.raises(RuntimeError, match=r"bulk_store: 24 bytes at 0x\w+: both must be multiples of 16"):
         misuse("store_of_24_bytes", threads=32)
@@ -404,6 +461,16 @@ def test_forms_compile_for_hopper(form):
     """Every wrapper, as ptxas sees it: no spill, no warning, no serialised product."""
     defines = tuple(Pipeline(**form, CF_BOX_BYTES=BOX_BYTES).defines.items())
     kernel = dispatch.Kernel(str(SOURCE), "multiply", defines, 256, 0)
+    check_compiled(kernel)
+
+
+@pytest.mark.skipif(bool(compiling.missing()), reason=compiling.missing() or "NVRTC works")
+def test_clusters_compile_for_hopper():
+    defines = tuple(Pipeline(CF_CLUSTER=2, CF_BOX_BYTES=BOX_BYTES).defines.items())
+    check_compiled(dispatch.Kernel(str(SOURCE), "share", defines, 64, 0))
+
+
+def check_compiled(kernel):
     log = compiling.compile_cuda(kernel, "sm_90a", "--ptxas-options=-v")
     assert not re.search(r"warning|serializ|setmaxnreg ignored|C75\d\d", log, re.I), log
     assert all(usage.spill_bytes == 0 for usage in compiling.usage(log).values()), log

@@ -38,6 +38,26 @@ struct alignas(1024) PanelTile {
             tma_load(data + n * kRows * kPanelCols, map, full, static_cast<i32>(n * kPanelCols), row, head, batch);
     }
 
+    /// Has the L2 cache fetch what `load` will take, or `load_part` with the first of its rows.
+    DEVICE static void prefetch(const TensorMap& map, i32 row, i32 head, i32 batch) {
+#pragma unroll 1
+        for (u32 n = 0; n < kPanels; ++n)
+            tma_prefetch(map, static_cast<i32>(n * kPanelCols), row, head, batch);
+    }
+
+    /// One of kBlocks equal parts of the rows, for all blocks of a cluster: each loads its own. Every block's barrier expects
+    /// sizeof(data) bytes in all.
+    template <u32 kBlocks>
+    DEVICE void load_part(u32 part, const TensorMap& map, Barrier& full, i32 row, i32 head, i32 batch) {
+        constexpr u32 kPartRows = kRows / kBlocks;
+        static_assert(kRows % kBlocks == 0 && kPartRows % 8 == 0, "a part begins where the swizzle does");
+#pragma unroll
+        for (u32 n = 0; n < kPanels; ++n)
+            tma_load_to_all<kBlocks>(data + (n * kRows + part * kPartRows) * kPanelCols, map, full,
+                                     static_cast<i32>(n * kPanelCols), row + static_cast<i32>(part * kPartRows), head,
+                                     batch);
+    }
+
     /// As an operand whose rows run along the summed index, and bytes from one step of 16 columns to the k-th.
     DEVICE u64 along_cols() const { return matrix_descriptor(shared_address(data), 0, 8 * kRowBytes); }
     DEVICE static constexpr u32 step_along_cols(u32 k) {

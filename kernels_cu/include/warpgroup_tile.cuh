@@ -17,6 +17,13 @@ struct WarpgroupTile {
 
     float x[kCols / 2];
 
+    /// The first kFewer columns.
+    template <u32 kFewer>
+    DEVICE WarpgroupTile<kFewer>& front() {
+        static_assert(kFewer <= kCols);
+        return reinterpret_cast<WarpgroupTile<kFewer>&>(*this);
+    }
+
     DEVICE static u32 row(u32 half) { return thread_index() % 128 / 32 * 16 + lane_index() / 4 + 8 * half; }
     DEVICE static u32 col(u32 n) { return 8 * n + 2 * (lane_index() % 4); }
     DEVICE float& at(u32 n, u32 half, u32 odd) { return x[4 * n + 2 * half + odd]; }
@@ -56,19 +63,22 @@ template <typename T, u32 kCols>
 struct WarpgroupOperand {
     u32 x[kCols / 4];
 
-    DEVICE void round(const WarpgroupTile<kCols>& tile) {
+    /// Columns that the tile does not have become 0.
+    template <u32 kTileCols>
+    DEVICE void round(const WarpgroupTile<kTileCols>& tile) {
+        static_assert(kTileCols <= kCols);
 #pragma unroll
         for (u32 i = 0; i < kCols / 4; ++i)
-            x[i] = pack<T>(tile.x[2 * i], tile.x[2 * i + 1]);
+            x[i] = i < kTileCols / 4 ? pack<T>(tile.x[2 * i], tile.x[2 * i + 1]) : 0;
     }
 };
 
 /// S = A B^T, both in shared memory with the summed index along their columns (descriptors by `along_cols`; that of A may
-/// point to any multiple of 64 rows). Asynchronous.
-template <typename TileA, typename TileB>
-DEVICE void multiply_transposed(WarpgroupTile<TileB::kRows>& S, u64 a, u64 b) {
-    using Product = Wgmma<typename TileA::Element, TileB::kRows>;
-    static_assert(TileA::kRows % 64 == 0 && TileA::kCols == TileB::kCols);
+/// point to any multiple of 64 rows), for the first kCols rows of B. Asynchronous.
+template <typename TileA, typename TileB, u32 kCols>
+DEVICE void multiply_transposed(WarpgroupTile<kCols>& S, u64 a, u64 b) {
+    using Product = Wgmma<typename TileA::Element, kCols>;
+    static_assert(TileA::kRows % 64 == 0 && TileA::kCols == TileB::kCols && kCols <= TileB::kRows);
 #pragma unroll
     for (u32 k = 0; k < TileA::kCols / 16; ++k) {
         const u64 at_a = advance(a, TileA::step_along_cols(k)), at_b = advance(b, TileB::step_along_cols(k));

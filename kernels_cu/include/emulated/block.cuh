@@ -10,6 +10,11 @@ namespace emulated {
 
 constexpr u32 kLanes = 32;
 constexpr u32 kWarpgroup = 4 * kLanes;
+#if defined(CF_CLUSTER)
+constexpr u32 kClusterBlocks = CF_CLUSTER;
+#else
+constexpr u32 kClusterBlocks = 1;
+#endif
 
 u32 thread_index();
 u32 block_index();
@@ -25,6 +30,16 @@ void meet_warp(const char* name, void* operands, WarpOperation operation);
 
 /// Meets all threads of the block that have not returned; true when any of them passed true.
 bool meet_block(const char* name, bool predicate);
+
+/// Meets all threads of all blocks of the cluster.
+void meet_cluster();
+u32 cluster_rank();
+/// While it lives, what this thread does is done in block `rank` of its cluster. It must not wait meanwhile.
+struct Visit {
+    Visit(u32 rank, const char* who);
+    ~Visit();
+    Visit(const Visit&) = delete;
+};
 
 /// The calling thread waits until somebody wakes `object`. `describe` is for the report of a deadlock: it writes what
 /// the thread waits for, after "at ".

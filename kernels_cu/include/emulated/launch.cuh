@@ -245,18 +245,22 @@ Memory allocate(u64 bytes, u64 alignment) {
     return Memory(static_cast<u8*>(memory));
 }
 
+struct Cluster;
+
 struct Block {
-    Block(const Launch& launch_, Stacks& stacks)
+    Block(const Launch& launch_, Cluster& cluster_, Stacks& stacks, u32 first_stack)
         : launch(launch_),
+          cluster(cluster_),
           warps_used(launch_.threads / kLanes),
           fibers(launch_.threads),
           shared(allocate(launch_.shared_bytes, kSharedAlignment)),
           async_view(allocate(launch_.shared_bytes, kSharedAlignment)) {
         for (u32 n = 0; n < launch.threads; ++n)
-            stacks.assign(fibers[n].context, n);
+            stacks.assign(fibers[n].context, first_stack + n);
     }
 
     const Launch& launch;
+    Cluster& cluster;
     u32 index = 0;
     u32 current = 0;  // the running thread
     std::string error;
@@ -271,15 +275,22 @@ struct Block {
     bool any = false;
     bool any_result = false;
     u64 random_state = 1;
-    Context main;
     CopyMode modes[std::size(kUnits)];  // of the units in this block
     Queue loads;
     std::vector<Signature> products[kMaxThreads / kWarpgroup];  // of each warpgroup, by the first warp to start them
     Memory shared, async_view;
 };
 
-/// The block that this host thread is running. Fibers never move between host threads.
-thread_local Block* block = nullptr;
+/// Blocks that run on one host thread: the threads of all of them take turns.
+struct Cluster {
+    std::vector<std::unique_ptr<Block>> blocks;
+    u32 arrived = 0;  // threads, at meet_cluster
+    Context main;
+};
+
+/// The block that this host thread is running, or that the running thread visits, and then its own. Fibers never move
+/// between host threads.
+thread_local Block *block = nullptr, *visitor = nullptr;
 
 Fiber& fiber() { return block->fibers[block->current]; }
 Warp& warp() { return block->warps[block->current / kLanes]; }
@@ -325,11 +336,13 @@ void suspend(const char* name) {
 
 /// Back to run(), for good.
 [[noreturn]] void leave() {
-    switch_context(fiber().context, block->main, true);
+    switch_context(fiber().context, block->cluster.main, true);
     __builtin_unreachable();
 }
 
 [[noreturn]] void end_block(const std::string& message) {
+    block = visitor != nullptr ? visitor : block;
+    visitor = nullptr;
     block->error = "block " + std::to_string(block->index) + ", thread " + std::to_string(block->current) + " (warp " +
                    std::to_string(block->current / kLanes) + ", lane " + std::to_string(block->current % kLanes) +
                    "): " + message;
@@ -446,19 +459,47 @@ std::string describe_waiting() {
     return text;
 }
 
+u32 one_of(u32 mask) { return (mask & (mask - 1)) == 0 ? static_cast<u32>(__builtin_ctz(mask)) : pick(mask); }
+
+/// To a block with a thread that can run, mostly the same one. Where there is none, loads land, or everybody waits.
+void turn_to_block() {
+    Block* const own = block;
+    const auto& blocks = own->cluster.blocks;
+    for (u32 loading = 1; loading != 0;) {
+        u32 able = loading = 0;
+        for (u32 n = 0; n < kClusterBlocks; ++n) {
+            able |= u32{blocks[n]->ready_warps != 0} << n;
+            loading |= u32{!blocks[n]->loads.items.empty()} << n;
+        }
+        if (able != 0) {
+            const bool stays = own->launch.order == Order::kRandom && own->ready_warps != 0;
+            if (kClusterBlocks > 1 && (!stays || random(16) == 0))
+                block = blocks[one_of(able)].get();
+            return;
+        }
+        if (loading != 0) {
+            block = blocks[one_of(loading)].get();
+            perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
+            block = own;
+        }
+    }
+    for (const auto& each : blocks) {
+        block = each.get();
+        own->error += (own->error.empty() ? "block " : "\nblock ") + std::to_string(block->index) +
+                      ": deadlock, every thread waits" + describe_waiting();
+    }
+    block = own;
+    leave();
+}
+
 /// Leaves the current thread, which may be ready or not, for the next one that is.
 void run_next() {
-    while (block->ready_warps == 0 && !block->loads.items.empty())
-        perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
-    if (block->ready_warps == 0) {
-        block->error = "block " + std::to_string(block->index) + ": deadlock, every thread waits" + describe_waiting();
-        leave();
-    }
+    Fiber& from = fiber();
+    turn_to_block();
     u32 warp = block->current / kLanes;
     // Random order mostly stays in a warp: long runs of one warp expose more than a fair shuffle.
     if (block->launch.order != Order::kRandom || block->warps[warp].ready == 0 || random(16) == 0)
         warp = pick(block->ready_warps);
-    Fiber& from = fiber();
     block->current = warp * kLanes + pick(block->warps[warp].ready);
     if (&fiber() != &from)
         switch_context(from.context, fiber().context, from.returned);
@@ -527,6 +568,35 @@ void wake(const void* object) {
         }
 }
 
+Visit::Visit(u32 rank, const char* who) {
+    visitor = block;
+    block = rank < kClusterBlocks ? block->cluster.blocks[rank].get() : block;
+    if (rank >= kClusterBlocks || block->running == 0)
+        fail("%s: block %u of the cluster %s", who, rank, rank < kClusterBlocks ? "has ended" : "does not exist");
+}
+
+Visit::~Visit() {
+    block = visitor;
+    visitor = nullptr;
+}
+
+void meet_cluster() {
+    perform_some();
+    Cluster& own = block->cluster;
+    if (++own.arrived == kClusterBlocks * block->launch.threads) {
+        own.arrived = 0;
+        for (u32 n = 0; n < kClusterBlocks; ++n) {
+            const Visit each(n, "cluster_sync");
+            wake(&own);
+        }
+        give_way();
+    } else {
+        wait_for(&own, own.arrived, [](const void*, u32 nth, char* text, u64 bytes) {
+            std::snprintf(text, bytes, "cluster_sync, as number %u of %u", nth, kClusterBlocks * block->launch.threads);
+        });
+    }
+}
+
 void give_way() {
     ++block->launch.pace.steps;
     perform_some();
@@ -579,7 +649,10 @@ void lag() {
     suspend(nullptr);
     warp().running &= ~(1u << block->current % kLanes);
     --block->running;
-    if (block->running == 0)
+    u32 running = 0;
+    for (const auto& each : block->cluster.blocks)
+        running += each->running;
+    if (running == 0)
         leave();
     if (block->at_barrier == block->running)
         release_barrier();
@@ -594,16 +667,16 @@ void start_fiber() {
     static_assert(sizeof(size_t) == sizeof previous_bytes);
     __sanitizer_finish_switch_fiber(nullptr, &previous_stack, reinterpret_cast<size_t*>(&previous_bytes));
     // The very first fiber is entered from run(), whose stack nobody else knows.
-    if (block->main.stack == nullptr) {
-        block->main.stack = const_cast<void*>(previous_stack);
-        block->main.stack_bytes = previous_bytes;
+    if (Context& main = block->cluster.main; main.stack == nullptr) {
+        main.stack = const_cast<void*>(previous_stack);
+        main.stack_bytes = previous_bytes;
     }
 #endif
     run_fiber();
 }
 
-/// Runs block `index` to its end; false when it failed, with the reason in its `error`.
-bool run(Block& own, u32 index) {
+/// Makes all threads of `own`, as block `index`, ready to start.
+void begin(Block& own, u32 index) {
     block = &own;
     block->index = index;
     block->random_state = (block->launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull;
@@ -634,8 +707,17 @@ bool run(Block& own, u32 index) {
         prepare(fiber.context, &start_fiber, n % 64 * 64);
     }
     block->current = pick(block->ready_warps) * kLanes + pick(~0u);
-    switch_context(block->main, fiber().context, false);
-    return block->error.empty();
+}
+
+/// Runs the cluster whose first block has this index to its end. The reason why it failed, or nothing.
+std::string run(Cluster& cluster, u32 first) {
+    for (u32 n = 0; n < kClusterBlocks; ++n)
+        begin(*cluster.blocks[n], first + n);
+    switch_context(cluster.main, fiber().context, false);
+    std::string error;
+    for (const auto& each : cluster.blocks)
+        error += each->error;
+    return error;
 }
 
 // ---- What the other headers call.
@@ -653,6 +735,7 @@ u32 thread_index() { return block->current; }
 u32 block_index() { return block->index; }
 u32 block_threads() { return block->launch.threads; }
 u32 grid_size() { return block->launch.grid; }
+u32 cluster_rank() { return block->index % kClusterBlocks; }
 BlockState& block_state() { return block->state; }
 
 u8* shared_memory(u64 bytes) {
@@ -691,11 +774,12 @@ void async_write(SharedAddress address, const u8* data, u32 bytes, const char* w
 
 void publish_shared() { std::memcpy(block->async_view.get(), block->shared.get(), block->launch.shared_bytes); }
 
-/// The blocks of a grid in the order in which they are started.
+/// The blocks of a grid, the first of each cluster, in the order in which they are started.
 std::vector<u32> block_order(const Launch& launch) {
-    std::vector<u32> blocks(launch.grid);
-    for (u32 n = 0; n < launch.grid; ++n)
-        blocks[n] = launch.order == Order::kReverse ? launch.grid - 1 - n : n;
+    const u32 clusters = launch.grid / kClusterBlocks;
+    std::vector<u32> blocks(clusters);
+    for (u32 n = 0; n < clusters; ++n)
+        blocks[n] = kClusterBlocks * (launch.order == Order::kReverse ? clusters - 1 - n : n);
     if (launch.order == Order::kRandom) {
         std::minstd_rand random(static_cast<u32>(launch.seed));
         std::shuffle(blocks.begin(), blocks.end(), random);
@@ -735,18 +819,23 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
     const std::vector<u32> blocks = block_order(launch);
     std::atomic<u32> next{0};
     std::mutex mutex;
-    std::string error;
+    std::string error = grid % kClusterBlocks == 0 ? "" : "the grid is no multiple of the cluster's blocks";
+    if (!error.empty())
+        next = grid;
 
     auto work = [&] {
-        Stacks stacks(threads);
-        Block own_block(launch, stacks);
-        for (u32 n; (n = next++) < grid;) {
-            if (run(own_block, blocks[n]))
+        Stacks stacks(threads * kClusterBlocks);
+        Cluster own;
+        for (u32 n = 0; n < kClusterBlocks; ++n)
+            own.blocks.push_back(std::make_unique<Block>(launch, own, stacks, n * threads));
+        for (u32 n; (n = next++) < blocks.size();) {
+            const std::string found = run(own, blocks[n]);
+            if (found.empty())
                 continue;
             next = grid;  // the others finish the block they are at
             const std::lock_guard<std::mutex> lock(mutex);
             if (error.empty())
-                error = own_block.error;
+                error = found;
         }
         --pace.awake;
     };

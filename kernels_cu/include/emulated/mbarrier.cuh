@@ -1,8 +1,8 @@
 // mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of asynchronous copies. A phase is
 // complete when all expected arrivals and all expected bytes have come; then the next one begins.
 //
-// Stricter than the hardware: bytes have to be announced before they come, and a barrier that nobody initialised, or that
-// something was written over, is an error.
+// Stricter than the hardware: bytes have to be announced before they come, unless blocks of a cluster load for each other,
+// and a barrier that nobody initialised, or that something was written over, is an error.
 // Contracts of the functions: ptx/mbarrier.cuh.
 #pragma once
 #include "platform/block.cuh"
@@ -14,7 +14,7 @@ struct alignas(8) Barrier {
     u64 phase : 10;
     u64 arrivals : 11;  // that complete a phase
     u64 arrivals_due : 11;
-    u64 bytes_due : 22;
+    i64 bytes_due : 22;
 };
 static_assert(sizeof(Barrier) == 8);
 
@@ -25,8 +25,12 @@ constexpr u32 kMaxBytesDue = (1 << 20) - 1;
 
 inline u32 offset(const Barrier& barrier) { return shared_address(&barrier) - kSharedBase; }
 
+inline Barrier& barrier_at(SharedAddress address, const char* who) {
+    return *reinterpret_cast<Barrier*>(shared_pointer(address, 8, who));
+}
+
 inline Barrier& checked(Barrier& barrier, const char* who) {
-    if (reinterpret_cast<const Barrier*>(shared_pointer(shared_address(&barrier), 8, who))->mark != kMark)
+    if (barrier_at(shared_address(&barrier), who).mark != kMark)
         fail("%s: there is no initialised barrier at shared offset %u", who, offset(barrier));
     return barrier;
 }
@@ -41,33 +45,38 @@ inline void begin_next_phase_if_complete(Barrier& barrier) {
 
 /// An asynchronous copy has brought `bytes` bytes.
 inline void complete_bytes(Barrier& barrier, u32 bytes, const char* who) {
-    if (checked(barrier, who).bytes_due < bytes)
-        fail("%s: brings %u bytes to the barrier at shared offset %u, which expects %u", who, bytes, offset(barrier),
-             static_cast<u32>(barrier.bytes_due));
+    const bool early = kClusterBlocks > 1 && checked(barrier, who).arrivals_due != 0;
+    if (!early && checked(barrier, who).bytes_due < i64{bytes})
+        fail("%s: brings %u bytes to the barrier at shared offset %u, which expects %d", who, bytes, offset(barrier),
+             static_cast<i32>(barrier.bytes_due));
     barrier.bytes_due -= bytes;
     begin_next_phase_if_complete(barrier);
 }
 
-inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
+inline void count_arrival(Barrier& barrier, u32 bytes, const char* who) {
     trace("arrive", bytes, reinterpret_cast<u64>(&barrier));
     if (checked(barrier, who).arrivals_due == 0)
         fail("%s: all %u arrivals of phase %u have come to the barrier at shared offset %u, only bytes are due", who,
              static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.phase), offset(barrier));
-    if (barrier.bytes_due + bytes > kMaxBytesDue)
+    if (barrier.bytes_due + i64{bytes} > kMaxBytesDue)
         fail("%s: %u bytes in one phase, more than a barrier can count", who,
              static_cast<u32>(barrier.bytes_due) + bytes);
     barrier.bytes_due += bytes;
     --barrier.arrivals_due;
     begin_next_phase_if_complete(barrier);
+}
+
+inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
+    count_arrival(barrier, bytes, who);
     give_way();
 }
 
 inline void describe_barrier(const void* object, u32 parity, char* text, u64 bytes) {
     const Barrier& barrier = *static_cast<const Barrier*>(object);
     __builtin_snprintf(text, bytes,
-                       "barrier_wait, parity %u, shared offset %u: phase %u lacks %u of %u arrivals and %u bytes",
+                       "barrier_wait, parity %u, shared offset %u: phase %u lacks %u of %u arrivals and %d bytes",
                        parity, offset(barrier), static_cast<u32>(barrier.phase), static_cast<u32>(barrier.arrivals_due),
-                       static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.bytes_due));
+                       static_cast<u32>(barrier.arrivals), static_cast<i32>(barrier.bytes_due));
 }
 
 }  // namespace emulated

@@ -94,6 +94,13 @@ struct Box {
     }
 };
 
+inline Box checked_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
+    const u8* seen = async_view(shared_address(&checked(barrier, "tma_load")), 8, "tma_load");
+    if (reinterpret_cast<const Barrier*>(seen)->mark != kMark)
+        fail("tma_load: no barrier_init_fence since barrier_init");
+    return Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_load"}.checked();
+}
+
 inline void checked_bulk(const float* global, u32 bytes, const char* who) {
     if (reinterpret_cast<u64>(global) % 16 != 0 || bytes % 16 != 0)
         fail("%s: %u bytes at %p: both must be multiples of 16", who, bytes, static_cast<const void*>(global));
@@ -111,16 +118,26 @@ inline void reduce(float* global, SharedAddress shared, u32 bytes) {
 }  // namespace emulated
 
 DEVICE void tensor_map_prefetch(const TensorMap&) {}
+DEVICE void tma_prefetch(const TensorMap&, i32, i32, i32, i32) {}
 
 /// Global memory is read when the bytes land.
 DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
     using namespace emulated;
-    const u8* seen = async_view(shared_address(&checked(barrier, "tma_load")), 8, "tma_load");
-    if (reinterpret_cast<const Barrier*>(seen)->mark != kMark)
-        fail("tma_load: no barrier_init_fence since barrier_init");
-    const Box box = Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_load"}.checked();
+    const Box box = checked_load(shared, map, barrier, c0, c1, c2, c3);
     trace("load", box.rows() * box.row_bytes(), reinterpret_cast<u64>(&barrier));
     start(Unit::kLoads, work([box, &barrier] { box.load(barrier); }));
+}
+
+/// They land in one block after the other.
+template <u32 kBlocks>
+DEVICE void tma_load_to_all(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
+    using namespace emulated;
+    const Box box = checked_load(shared, map, barrier, c0, c1, c2, c3);
+    for (u32 n = 0; n < kBlocks; ++n)
+        start(Unit::kLoads, work([box, n, at = shared_address(&barrier)] {
+                  const Visit block(n, box.who);
+                  box.load(barrier_at(at, box.who));
+              }));
 }
 
 DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, i32 c2, i32 c3) {

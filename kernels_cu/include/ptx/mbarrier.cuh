@@ -10,19 +10,19 @@ struct alignas(8) Barrier {
 
 /// One thread, before anybody else uses the barrier: `arrivals` complete a phase.
 DEVICE void barrier_init(Barrier& barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(own_address(&barrier)), "r"(arrivals) : "memory");
 }
 
 /// After the last barrier_init, by the thread that did them: the copy engine sees them too.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE void barrier_arrive(Barrier& barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(own_address(&barrier)) : "memory");
 }
 
 /// Arrives, and announces that copies will bring `bytes` bytes in this phase.
 DEVICE void barrier_arrive_expect(Barrier& barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(own_address(&barrier)), "r"(bytes)
                  : "memory");
 }
 
@@ -37,7 +37,7 @@ DEVICE void barrier_wait(Barrier& barrier, u32 parity) {
         "@complete bra done;\n"
         "bra retry;\n"
         "done:\n"
-        "}" ::"r"(shared_address(&barrier)),
+        "}" ::"r"(own_address(&barrier)),
         "r"(parity)
         : "memory");
 }

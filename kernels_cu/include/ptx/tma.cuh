@@ -20,9 +20,28 @@ DEVICE void tensor_map_prefetch(const TensorMap& map) {
 DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
-            "r"(shared_address(shared)),
-        "l"(&map), "r"(shared_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+            "r"(own_address(shared)),
+        "l"(&map), "r"(own_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
+}
+
+/// The same to the shared memory of blocks 0 to kBlocks - 1 of the cluster: in each of them to this place, and counted by
+/// the barrier at this place.
+template <u32 kBlocks>
+DEVICE void tma_load_to_all(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(own_address(shared)),
+        "l"(&map), "r"(own_address(&barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+        "h"(static_cast<u16>((1 << kBlocks) - 1))
+        : "memory");
+}
+
+/// Has the L2 cache fetch the box.
+DEVICE void tma_prefetch(const TensorMap& map, i32 c0, i32 c1, i32 c2, i32 c3) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c0), "r"(c1),
+                 "r"(c2), "r"(c3)
+                 : "memory");
 }
 
 /// Starts copying a box from shared memory; part of the thread's current bulk group.

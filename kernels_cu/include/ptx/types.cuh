@@ -36,12 +36,39 @@ DEVICE SharedAddress shared_address(const void* pointer) {
 #endif
 }
 
+/// Index of the block in its cluster.
+DEVICE u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/// In a cluster: where `pointer` points in the shared memory of its block `rank`. PTX ISA: mapa.
+DEVICE SharedAddress address_in_block(const void* pointer, u32 rank) {
+    SharedAddress address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+    return address;
+}
+
+/// An address for who may take one of any block: this block's.
+DEVICE SharedAddress own_address(const void* pointer) {
+#if CF_CLUSTER > 1
+    return address_in_block(pointer, cluster_rank());
+#else
+    return shared_address(pointer);
+#endif
+}
+
 /// The kernel's whole shared memory, seen as one struct. Its size is checked against the host's formula at compile time.
 template <typename Storage>
 DEVICE Storage& shared_storage() {
     static_assert(sizeof(Storage) == CF_SHARED_BYTES, "resources.py and SharedStorage disagree");
 #ifdef CF_SHARED_BASE
-    if (__cvta_generic_to_shared(dynamic_shared_memory) != CF_SHARED_BASE)
+    SharedAddress base = static_cast<SharedAddress>(__cvta_generic_to_shared(dynamic_shared_memory));
+#if CF_CLUSTER > 1
+    base &= 0xffffff;  // above them is the block's rank
+#endif
+    if (base != CF_SHARED_BASE)
         __trap();
 #endif
     return *reinterpret_cast<Storage*>(dynamic_shared_memory);
