@@ -201,10 +201,7 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     if task == "forward":
         shaped = problem.is_masked or problem.softcap or problem.scale <= 0
         table = _FORWARD_SPLIT if exact else _FORWARD_TIGHT if tight else _FORWARD_SHAPED if shaped else _FORWARD
-        tiles = _first_fit(table, head_dim)
-        if exact and problem.softcap and head_dim > 128:
-            tiles = tiles[1:]  # a cap takes registers that the first has not
-        return [TileConfig("mma", Br, Bc, warps) for Br, Bc, warps in tiles]
+        return [TileConfig("mma", Br, Bc, warps) for Br, Bc, warps in _first_fit(table, head_dim)]
     if task == "backward_dq":
         table = _BACKWARD_DQ_SPLIT if exact else _BACKWARD_DQ_TIGHT if tight else _BACKWARD_DQ
         return [TileConfig("mma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(table, head_dim)]
@@ -212,12 +209,12 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
         _BACKWARD_SPLIT if exact else _BACKWARD_TIGHT if tight else _BACKWARD if task == "backward" else _BACKWARD_DKV
     )
     found = _first_fit(table, head_dim)
-    if table is _BACKWARD_TIGHT and limits.arch == 80 and head_dim <= 64:
-        found = found[1:]  # rounding to TF32 takes more registers than on later GPUs
     if problem.dtype == "float16" and not tight and head_dim <= 64:
         found = found[1:]  # dS is kept below float16's largest number, for which the first has no registers left
+    # On sm_80 rounding to TF32 takes instructions, and registers, that dQ first does not leave.
+    dq_first = head_dim <= 64 and not (table is _BACKWARD_TIGHT and limits.arch == 80)
     return [
-        TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=head_dim <= 64)
+        TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=dq_first)
         for Br, Bc, warps, stages, score, grad, dq in found
     ]
 

@@ -54,7 +54,6 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     };
 
     const u32 warp_row = warp_index() * 16 * kM;
-    const Range rows = work.queries.part(warp_row, 16 * kM);  // of this warp; some may lie beyond the last query
     const RowMajorA<Element, kBr, kD> Q(shared.Q, warp_row);
     const ColumnMajorB<Element, kBc, kD> K_transposed(shared.K, 0);
     const RowMajorB<Element, true, 1, kBc, kDv> V(shared.V, 0);
@@ -74,6 +73,9 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         block_sync();  // K_j has landed, and nobody reads V_{j+1} any more
         load_V(shared.work.v, j);
 
+        // Where registers are short what a mask asks for is fetched anew.
+        const Range queries = kSplit ? shared.work.queries : work.queries;
+        const Range rows = queries.part(warp_row, 16 * kM);  // of this warp; some may lie beyond the last query
         // Near the diagonal some warps have rows that see none of the tile's keys.
         const Range keys = {first_key, first_key + static_cast<i32>(kBc)};
         const bool sees = !kBand || band.any_visible(rows, keys);
@@ -91,7 +93,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         block_sync();  // V_j has landed, and nobody reads K_j any more
         if (j > tiles.first)
             load_K(shared.work.k, j - 1);
-        if (kBand && !band.all_visible(work.queries, keys) && shared.careful)
+        if (kBand && !band.all_visible(queries, keys) && shared.careful)
             clear_nonfinite(shared.V);
         if (sees) {
             state.update(S, O);  // S becomes P = exp(S - m)

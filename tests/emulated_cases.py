@@ -137,7 +137,7 @@ KINDS = {
     # float32 split on tensor cores, into parts that are rounded in two ways.
     "split": Kind("float32", (40, 24), EXCHANGED),
     "split registers": Kind("float32", (31, 20), IN_REGISTERS, gpu=KNOWN_GPUS["A100"]),
-    "split wide": Kind("float32", (136, 160), PEELED),
+    "split wide": Kind("float32", (180, 160), PEELED),
     "bfloat simt": Kind("bfloat16", (32, 48), gpu=KNOWN_GPUS["T4"]),
 }
 # So little L2 cache that heads are taken in sections of a few: see schedule.cuh.
@@ -772,7 +772,7 @@ def run_on(backends, name):
                 lse = np.nextafter(np.nextafter(lse, np.float32(0)), np.float32(0))
             gradients = backend.backward(problem, dout, q, k, v, out, lse, dlse)
             answer.assert_gradients_close(gradients, case.gradients)
-            if case.kind.startswith("split") and case.numbers in ("normal", "biased"):
+            if case.kind.startswith("split") and case.numbers in ("normal", "biased") and min(case.shape[:2]) > 1:
                 # A tensor core rounds towards zero: in gradients, sums of one sign have errors that do not average.
                 answer.assert_precise(out, gradients if case.numbers == "normal" else ())
             if problem.deterministic:

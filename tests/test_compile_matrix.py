@@ -73,7 +73,7 @@ def matrix():
         cases[f"{arch}: TF32 has operands and tiles of its own"] = [
             (arch, run, {"d": d, "dtype": "tf32"}) for d, run in product(DIMS, PASSES)
         ]
-    for arch in ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120"):
+    for arch in ("sm_75", "sm_80", "sm_90", "sm_120"):
         cases[f"{arch}: float32 has kernels of its own"] = [
             (arch, run, {"d": d, "dtype": "ieee"}) for d, run in product(DIMS, PASSES)
         ]
