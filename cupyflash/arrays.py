@@ -64,9 +64,7 @@ def adopt(name: str, array: Array) -> Array:
         return array.view(np.ndarray)
     if isinstance(array, np.ndarray):
         raise TypeError(f"{name} is a {_type_name(array)}; subclasses of numpy.ndarray are not accepted, pass a view")
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and kind is cupy.ndarray:
-        native[kind] = cupy
+    if _is_cupys(array):
         return array
 
     try:
@@ -124,8 +122,19 @@ def gpu_of(names: tuple[str, ...], *arrays: Array) -> int:
     return int(devices[0])
 
 
+def _is_cupys(array: Array) -> bool:
+    """Whether this is CuPy's own array, whose type is then known as native."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or type(array) is not cupy.ndarray:
+        return False
+    native[cupy.ndarray] = cupy
+    return True
+
+
 def module_of(array: Array) -> Any:
     """NumPy or CuPy, whichever made this native array."""
+    if type(array) not in native:
+        _is_cupys(array)
     return native[type(array)]
 
 

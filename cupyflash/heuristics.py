@@ -18,7 +18,7 @@ _Table = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 # Forward on Hopper: (Br, Bc, warps, stages).
 _WGMMA = (
     (64, ((192, 128, 16, 2),)),
-    (128, ((128, 128, 12, 2),)),
+    (128, ((192, 80, 16, 3),)),
     (192, ((128, 96, 12, 2),)),
     (256, ((128, 64, 12, 2),)),
 )
@@ -167,13 +167,14 @@ def is_exact(problem: Problem) -> bool:
     return problem.dtype == "float32" and problem.precision == "ieee"
 
 
-def split_pays(limits: Limits) -> bool:
-    """Whether three TF32 products on tensor cores take less time than one float32 product without.
+def split_pays(problem: Problem, limits: Limits) -> bool:
+    """Whether exact float32 is computed by three TF32 products on tensor cores in place of float32 ones without.
 
-    By data sheets TF32 is 7 or 8 times as fast as float32 on these two, on most others at most twice. On 10.0 the tiles
-    spill registers.
+    By data sheets TF32 is 7 or 8 times as fast as float32 on these two GPUs, on most others at most twice. On 10.0 the
+    tiles spill registers. With a mask, a tile that meets what cannot be split (NaN, infinity) is computed otherwise, and
+    rows that do not see it would have other last bits: there, rows keep theirs.
     """
-    return limits.arch in (80, 90)
+    return limits.arch in (80, 90) and not problem.is_masked
 
 
 def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
@@ -182,10 +183,8 @@ def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
         return [TileConfig("wgmma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(_WGMMA, head_dim)]
     if task == "backward":
         found = _first_fit(_WGMMA_BACKWARD, head_dim)
-        # Without a mask all blocks of a head come to its first sums of dQ at once, and few tiles are left to catch up.
-        stores = head_dim > 64 or problem.is_masked
         return [
-            TileConfig("wgmma", Br, Bc, warps, stages, rounded_queries=rounded, first_stores=stores)
+            TileConfig("wgmma", Br, Bc, warps, stages, rounded_queries=rounded)
             for Br, Bc, warps, stages, rounded in found
         ]
     return []
@@ -193,7 +192,7 @@ def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
 
 def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     exact = is_exact(problem)
-    if exact and not split_pays(limits):
+    if exact and not split_pays(problem, limits):
         return []
     head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
     table: _Table

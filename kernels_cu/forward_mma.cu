@@ -113,7 +113,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const i32 query = at.queries.first + static_cast<i32>(own_row + O.row(m, 2 * half));
-                if (query < params.seqlen_q)
+                if (query < params.seqlen_q && !(kPlain && is_finite(lse[query])))
                     lse[query] = state.log_sum_exp(m, half);
             }
     }
@@ -123,25 +123,27 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         restore_nonfinite<kHeadDimV>(shared.O, at.v, params.v_row_stride, {0, params.seqlen_k},
                                      [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
     block_sync();
-    store_tile<kHeadDimV>(shared.O, params.out + at.batch * params.out_batch_stride + at.head * params.out_head_stride,
-                          params.out_row_stride, at.queries.first, params.seqlen_q);
+    Element* out = params.out + at.batch * params.out_batch_stride + at.head * params.out_head_stride;
+    if constexpr (kPlain) {
+        keep_finite<kHeadDimV>(shared.O, out, params.out_row_stride, at.queries.first, params.seqlen_q);
+        block_sync();
+    }
+    store_tile<kHeadDimV>(shared.O, out, params.out_row_stride, at.queries.first, params.seqlen_q);
     return finite;
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void forward_mma(PARAMS(ForwardParams) params) {
-    // A result that is not finite may be the fault of a hidden NaN in V, or of a float32 that cannot be split: those rows are
-    // computed once more, with care.
-    if constexpr (kSplit) {
-        if (!attend<false>(params, false)) {
-            block_sync();  // the first run still reads shared memory
-            attend<true>(params, true);
-        }
-        return;
-    }
-    bool careful = false;
+    // A result that is not finite may be the fault of a hidden NaN in V: those rows are computed once more, with care.
+    bool careful = false, finite;
 #pragma unroll 1
-    while (!attend<false>(params, careful) && !careful) {
+    while (!(finite = attend<false>(params, careful)) && kBand && !careful) {
         careful = true;
-        block_sync();
+        block_sync();  // the first run still reads shared memory
     }
+    // Or of a float32 that cannot be split: what is not finite is taken from a run that does without.
+    if constexpr (kSplit)
+        if (!finite) {
+            block_sync();
+            attend<true>(params, kBand);
+        }
 }

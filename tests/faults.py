@@ -123,8 +123,8 @@ FAULTS = [
     fault(
         "forward: no careful second run",
         "forward_mma.cu",
-        "while (!attend(params, careful) && !careful)",
-        "while (!attend(params, careful) && careful)",
+        "kBand && !careful)",
+        "kBand && careful)",
         "a hidden NaN reaches rows that do not see it",
         "half, causal, 70x70, hidden value",
     ),

@@ -156,7 +156,6 @@ def test_every_family_has_one_algorithm():
         ("auto", A100, {}, ["mma"], ["mma"]),
         ("v2", H200, {}, ["mma"], ["mma"]),
         ("v2", H200, {"deterministic": True}, ["mma"], ["mma", "mma"]),
-        ("v2", H200, {"dtype": "float32"}, ["mma"], ["mma"]),
         ("v2", T4, {"dtype": "float32"}, ["simt"], ["simt"]),
         ("v2", H200, {"dtype": "float32", "precision": "tf32"}, ["mma"], ["mma"]),
         ("v2", T4, {"dtype": "bfloat16"}, ["simt"], ["simt", "simt"]),
@@ -194,6 +193,13 @@ def test_what_v3_cannot_compute(gpu, changes, arrays, reason):
             plan(problem("v3", **changes), width, gpu, mappable=maps)
         assert reason in str(raised.value)
         assert "'auto' takes an algorithm that can" in str(raised.value)
+
+
+@pytest.mark.parametrize(("last", "family"), [(None, "mma"), (0, "simt")])
+def test_exact_float32_is_v2_on_either_instructions(last, family):
+    p = problem("v2", dtype="float32", band=Band(None, last))
+    for plan in (dispatch.plan_forward, dispatch.plan_backward):
+        assert [config.family for _, config, _ in plan(p, 16, H200).configs] == [family]
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,13 @@ class GpuBench:
                     calls[key] = call
                 except _CANNOT as error:
                     reasons[key] = str(error)
-        ready = {key: self._stopwatch.prepare(call) for key, call in calls.items()}
+            _free_pool()  # freed blocks belong to a stream, and the stopwatch has its own
+        ready: dict[Key, Call] = {}
+        for key, call in calls.items():
+            try:
+                ready[key] = self._stopwatch.prepare(call)
+            except _CANNOT as error:
+                reasons[key] = str(error)
         if ready:
             self._stopwatch.warm_up(next(iter(ready.values())), _WARM_UP_SECONDS)
         return Prepared(ready, peaks, reasons)

@@ -1,6 +1,8 @@
 // Tiles between global and shared memory, by all threads of a block.
 #pragma once
+#include "platform/convert.cuh"
 #include "platform/cp_async.cuh"
+#include "platform/math.cuh"
 #include "platform/thread.cuh"
 #include "shared_tile.cuh"
 #include "traits.cuh"
@@ -56,4 +58,16 @@ DEVICE void store_tile(const Tile& tile, typename Tile::Element* global, i64 row
         if (static_cast<i32>(row) < rows_left && (kColsUsed == Tile::kCols || col < kColsUsed))
             *reinterpret_cast<Piece*>(piece) = *reinterpret_cast<const Piece*>(tile.pointer(row, col));
     });
+}
+
+/// Takes what is finite in the matrix, where store_tile would write it, in place of the tile's elements.
+template <u32 kColsUsed, typename Tile>
+DEVICE void keep_finite(Tile& tile, const typename Tile::Element* global, i64 row_stride, i32 first_row, i32 row_end) {
+    const u32 rows = static_cast<u32>(smaller(static_cast<i32>(Tile::kRows), row_end - first_row));
+    for (u32 n = thread_index(); n < rows * kColsUsed; n += kThreads) {
+        const u32 row = n / kColsUsed, col = n % kColsUsed;
+        const typename Tile::Element x = global[(first_row + static_cast<i32>(row)) * row_stride + col];
+        if (is_finite(to_float(x)))
+            tile.at(row, col) = x;
+    }
 }
