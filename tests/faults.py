@@ -115,8 +115,8 @@ FAULTS = [
     fault(
         "forward: lse written behind the last row",
         "forward_mma.cu",
-        "if (query < params.seqlen_q)",
-        "if (true)",
+        "if (query < params.seqlen_q && ",
+        "if (",
         "a missed tail",
         "half, plain, 33x70",
     ),
@@ -155,7 +155,7 @@ FAULTS = [
     fault(
         "forward: rows of the second warp at the place of the first's",
         "forward_mma.cu",
-        "store_accumulator(shared.O, O, warp_row, 0);",
+        "store_accumulator(shared.O, O, own_row, 0);",
         "store_accumulator(shared.O, O, 0, 0);",
         "each warp has rows of its own",
         "half, plain, 33x70",
@@ -841,8 +841,8 @@ FAULTS = [
     fault(
         "forward: what cannot be split stays so",
         "forward_mma.cu",
-        "if (!attend<false>(params, false)) {",
-        "if (!attend<false>(params, false) && kBand) {",
+        "        if (!finite) {\n            block_sync();\n            attend<true>",
+        "        if (!finite && kBand) {\n            block_sync();\n            attend<true>",
         "0 x infinity, and infinity - infinity",
         "split registers, plain, 66x70, infinite key",
     ),
@@ -1182,7 +1182,7 @@ FAULTS = [
     fault(
         "backward wgmma: the walk of the first head only",
         "backward_wgmma.cu",
-        "        head += tile == tiles.first;\n",
+        "        head += tile == work.start;\n",
         "",
         "the heads of a group",
         "backward hopper, plain, 130x70x2x3x1",
@@ -1247,8 +1247,8 @@ FAULTS = [
     fault(
         "backward wgmma: a window's first keys are not its first",
         "backward_wgmma.cu",
-        "                                            Band::of(params).key_tiles(dq_queries(params, walk.tile)).first);",
-        "                                            0);",
+        "key_tile - Band::of(params).key_tiles(dq_queries(params, walk.tile)).first);",
+        "key_tile);",
         "nobody stores",
         "backward hopper, window, 333x500x1x9x3",
     ),
@@ -1697,8 +1697,8 @@ FAULTS = [
     fault(
         "dq sum: a NaN at another place",
         "include/dq_sum.cuh",
-        "e = row % 16 / 8 * 2 + col % 2;",
-        "e = row % 16 / 8 + col % 2 * 2;",
+        "e = row % 16 / 8 * 2 + odd;",
+        "e = row % 16 / 8 + odd * 2;",
         "fragment order",
         "half, causal, 70x70, infinite key",
     ),
@@ -1850,8 +1850,7 @@ FAULTS = [
     fault(
         "backward: K stays clean",
         "backward_mma.cu",
-        "load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);\n        "
-        "        copy_async_commit();",
+        "                load_K(kSplit ? shared.work : work);\n",
         "",
         "an infinite key has a weight of 0 where it is seen",
         "half, causal, 70x70, infinite key",
@@ -1940,8 +1939,8 @@ FAULTS = [
     fault(
         "dq: no careful second run",
         "backward_dq_mma.cu",
-        "while (!differentiate_rows(params, careful) && !careful)",
-        "while (!differentiate_rows(params, careful) && careful)",
+        "while (!differentiate_rows<false>(params, careful) && !careful)",
+        "while (!differentiate_rows<false>(params, careful) && careful)",
         "a hidden NaN reaches rows that do not see it",
         "half, deterministic causal, 70x70, hidden key",
     ),

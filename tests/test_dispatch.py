@@ -383,9 +383,9 @@ def test_sections():
 
 
 def test_section_of_blocks_that_stay():
-    """Two tiles for each of 132 blocks, however much the cache would hold: a head has eight here."""
+    """Two tiles for each of 132 blocks, however much the cache would hold: a head has six here."""
     assert section({"head_dim": 128, "head_dim_v": 128}, HOPPER) == 32
-    assert section({"head_dim": 128, "head_dim_v": 128, "batch": 100}, HOPPER) == 33
+    assert section({"head_dim": 128, "head_dim_v": 128, "batch": 100}, HOPPER) == 44
     assert section({"band": Band(None, None)}, HOPPER) == 1
 
 

@@ -209,7 +209,9 @@ class GpuBench:
         with cupy.cuda.using_allocator(pool.malloc):
             call()
             self._device.synchronize()
-        return int(pool.total_bytes())
+        peak = int(pool.total_bytes())
+        pool.free_all_blocks()  # it may live on in a cycle of references
+        return peak
 
     def _computable(self, case: Case, algorithm: str) -> list[str]:
         directions = []
