@@ -1,5 +1,6 @@
 """``cupyflash compare``: the command on the CPU from end to end, and what of the GPU's side needs no GPU."""
 
+import contextlib
 import functools
 import math
 import re
@@ -531,6 +532,7 @@ def gpu_bench(monkeypatch):
     bench.limits = KNOWN_GPUS["H200"]
     bench.notes = []
     monkeypatch.setattr(bench, "_free_memory", lambda: 130 << 30, raising=False)
+    monkeypatch.setattr(bench, "_release", lambda: None, raising=False)
     return bench
 
 
@@ -564,7 +566,6 @@ def test_all_kernels_are_compiled_ahead(gpu_bench):
 
 def test_counters_of_the_gpu(gpu_bench, monkeypatch):
     monkeypatch.setattr(gpu_bench, "_ncu", "ncu", raising=False)
-    monkeypatch.setattr("cupyflash.compare.gpu._free_pool", lambda: None)
     chosen = cases((1024, 4096), (128,), "bfloat16", 16384, 2048)
     measured = []
     monkeypatch.setattr(ncu, "measure", lambda program, jobs: measured.append(jobs) or [Traffic(1, 2, 3)] * len(jobs))
@@ -606,7 +607,6 @@ def test_passes_of_the_gpu_are_prepared(gpu_bench, monkeypatch):
     from cupyflash.compare import gpu
 
     monkeypatch.setattr(gpu, "inputs", accuracy.inputs)
-    monkeypatch.setattr(gpu, "_free_pool", lambda: None)
     monkeypatch.setattr(gpu_bench, "_stopwatch", FakeStopwatch(), raising=False)
     monkeypatch.setattr(gpu_bench, "_expected", {}, raising=False)
     monkeypatch.setattr(gpu_bench, "_peak_bytes", lambda call: call() and 77)
@@ -642,6 +642,61 @@ def test_passes_of_the_gpu_are_prepared(gpu_bench, monkeypatch):
     monkeypatch.setattr(gpu_bench, "_free_memory", lambda: 1000)
     reason = gpu_bench.prepare(case, ("standard",)).reasons["standard", "step"]
     assert reason == "does not fit: P and dS take 6.1e-05 GiB; 9.31e-07 GiB are free"
+
+
+class FakePool:
+    """Blocks in use, and blocks that are kept."""
+
+    def __init__(self):
+        self.used = self.kept = 0
+
+    def malloc(self, size):
+        self.used += size
+
+    def total_bytes(self):
+        return self.used + self.kept
+
+    def free_all_blocks(self):
+        self.kept = 0
+
+
+def test_memory_of_one_call_is_given_back_before_the_next(monkeypatch):
+    """Also what a call held that failed."""
+    cupy = pytest.importorskip("cupy")
+    try:
+        from cupyflash.compare import gpu
+    except ImportError as error:
+        pytest.skip(str(error))
+    default = FakePool()
+    allocators = [default.malloc]
+
+    @contextlib.contextmanager
+    def using(allocator):
+        allocators.append(allocator)
+        try:
+            yield
+        finally:
+            allocators.pop()
+
+    monkeypatch.setattr(cupy.cuda, "using_allocator", using)
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: default)
+    bench = object.__new__(gpu.GpuBench)
+    bench._measuring, bench._device = FakePool(), types.SimpleNamespace(synchronize=lambda: None)
+
+    def call(size, fails=False):
+        pool = allocators[-1].__self__
+        pool.malloc(size)
+        pool.used, pool.kept = 0, pool.kept + size
+        if fails and pool is bench._measuring:
+            raise MemoryError
+
+    assert bench._peak_bytes(lambda: call(5)) == 5
+    assert default.total_bytes() == bench._measuring.total_bytes() == 0
+    with pytest.raises(MemoryError):
+        bench._peak_bytes(lambda: call(7, fails=True))
+    assert bench._measuring.total_bytes() == 7
+    assert bench._peak_bytes(lambda: call(3)) == 3
+    assert default.total_bytes() == bench._measuring.total_bytes() == 0
 
 
 # ---- the command, on the CPU

@@ -45,11 +45,6 @@ def _multiply(a: Array, b: Array, c: Array) -> None:
         product(a, b, c)
 
 
-def _free_pool() -> None:
-    """Gives memory back that CuPy keeps for later."""
-    cupy.get_default_memory_pool().free_all_blocks()
-
-
 class GpuBench:
     """The current GPU, through CuPy.
 
@@ -76,6 +71,9 @@ class GpuBench:
         self.notes: list[str] = []
         self._stopwatch = Stopwatch(max(self.limits.l2_bytes, _FLUSH_BYTES))
         self._expected: dict[int, float] = {}
+        # Empty before each call that is measured with it: all that it takes from the device is for that call. One for
+        # all calls: a pool that is dropped has been seen to keep its blocks.
+        self._measuring = cupy.cuda.MemoryPool()
 
     def compile(self, cases: Sequence[Case]) -> int:
         profiled = {job.case for job in self._jobs(cases)} if self._ncu else set()
@@ -98,7 +96,7 @@ class GpuBench:
 
     def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
         self._expected.clear()
-        _free_pool()
+        self._release()
         calls: dict[Key, Call] = {}
         peaks: dict[Key, int] = {}
         reasons: dict[Key, str] = {}
@@ -116,14 +114,14 @@ class GpuBench:
                     calls[key] = call
                 except Exception as error:
                     reasons[key] = told(error)
-                _free_pool()  # freed blocks belong to a stream, and the stopwatch has its own
+                self._release()  # freed blocks belong to a stream, and the stopwatch has its own
         ready: dict[Key, Call] = {}
         for key, call in calls.items():
             try:
                 ready[key] = self._stopwatch.prepare(call)
             except Exception as error:
                 reasons[key] = f"{told(error)}; {self._memory()}" if isinstance(error, MemoryError) else told(error)
-                _free_pool()
+                self._release()
         if ready:
             self._stopwatch.warm_up(next(iter(ready.values())), _WARM_UP_SECONDS)
         return Prepared(ready, peaks, reasons)
@@ -166,7 +164,7 @@ class GpuBench:
         """Of all jobs by one run of the profiler; nothing where it has failed before."""
         if self._ncu is None:
             return []
-        _free_pool()  # the profiled process needs it
+        self._release()  # the profiled process needs it
         try:
             measured = ncu.measure(self._ncu, jobs)
         except ncu.NcuError as error:
@@ -210,14 +208,18 @@ class GpuBench:
     def _peak_bytes(self, call: Call) -> int:
         call()  # what is made once is made now
         self._device.synchronize()
-        _free_pool()
-        pool = cupy.cuda.MemoryPool()  # of its own: all it ever took from the device was for this call
-        with cupy.cuda.using_allocator(pool.malloc):
+        self._release()
+        with cupy.cuda.using_allocator(self._measuring.malloc):
             call()
             self._device.synchronize()
-        peak = int(pool.total_bytes())
-        pool.free_all_blocks()  # it may live on in a cycle of references
+        peak = int(self._measuring.total_bytes())
+        self._release()
         return peak
+
+    def _release(self) -> None:
+        """Gives memory back that CuPy keeps for later."""
+        cupy.get_default_memory_pool().free_all_blocks()
+        self._measuring.free_all_blocks()
 
     def _computable(self, case: Case, algorithm: str) -> list[str]:
         directions = []
