@@ -175,15 +175,17 @@ def score_bytes(problem: Problem, direction: str, on_gpu: bool) -> int:
 
 @contextlib.contextmanager
 def _score_matrices(problem: Problem, direction: str, xp: Any) -> Iterator[None]:
-    """Says how large the score matrices are if there is no memory for them."""
+    """Says how large the score matrices are if there is no memory for them, and what the allocator says."""
+    out_of_memory = MemoryError if xp is np else xp.cuda.memory.OutOfMemoryError
     try:
         yield
-    except MemoryError as error:
+    except out_of_memory as error:
         what = "S and then P" if direction == "forward" else "P and dS"
         size = score_bytes(problem, direction, xp is not np)
         raise MemoryError(
             f"standard attention holds {what}: {size / 2**30:,.4g} GiB for {problem.seqlen_q:,} x {problem.seqlen_k:,} "
-            f"scores of {problem.batch * problem.num_heads} heads; there is no memory for them (attention needs none)"
+            f"scores of {problem.batch * problem.num_heads} heads; there is no memory for them (attention needs none): "
+            f"{error}"
         ) from error
 
 

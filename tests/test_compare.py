@@ -1,5 +1,7 @@
 """``cupyflash compare``: the command on the CPU from end to end, and what of the GPU's side needs no GPU."""
 
+import contextlib
+import functools
 import math
 import re
 import types
@@ -9,7 +11,7 @@ import pytest
 
 from cupyflash.cli import main
 from cupyflash.compare import accuracy, charts, figures, hbm, ncu, report, table, views
-from cupyflash.compare.cases import ALGORITHMS, DIRECTIONS, Case, cases
+from cupyflash.compare.cases import ALGORITHMS, DIRECTIONS, Case, cases, most_telling_first
 from cupyflash.compare.devices import PEAKS, peak
 from cupyflash.compare.hbm import Traffic
 from cupyflash.compare.session import Clock, Prepared, compare
@@ -24,14 +26,14 @@ class ScriptedBench:
 
     name = "NVIDIA H200"
     dtype = "bfloat16"
-    notes = ()
     made = "made for a test"
     algorithms = ALGORITHMS
+    seconds_of_counters = 0.0
     seconds_of = {"standard": 8.0, "v1": 4.0, "v2": 2.0, "v3": 1.0}  # noqa: RUF012  # never changed
 
     def __init__(self, missing=(), noise=0.0):
         self.missing, self.noise = missing, noise
-        self.now, self.samples, self.prepared = 0.0, [], []
+        self.now, self.samples, self.prepared, self.notes = 0.0, [], [], []
 
     def clock(self):
         return self.now
@@ -64,10 +66,13 @@ class ScriptedBench:
     def errors(self, case):
         return {(a, d): 1e-3 for a in self.algorithms for d in DIRECTIONS[:2] if a not in self.missing}
 
-    def counters(self, cases, seconds):
-        for case in ncu.chosen(cases):
-            for algorithm in ("v1", "v2"):
-                yield case, (algorithm, "forward"), Traffic(300, 100, 1000), Traffic(330, 110, 900)
+    def counters(self, cases):
+        def read(case):
+            self.now += self.seconds_of_counters
+            measured, counted = Traffic(300, 100, 1000), Traffic(330, 110, 900)
+            return [(case, (algorithm, "forward"), measured, counted) for algorithm in ("v1", "v2")]
+
+        return [functools.partial(read, case) for case in ncu.chosen(cases)]
 
 
 def scripted(lengths=(1024, 2048), rounds=3, seconds=None, **options):
@@ -125,6 +130,81 @@ def test_when_the_time_is_over_each_length_has_had_its_share():
     assert {row.seqlen for row in rows if row.samples} == {1024}
     assert {row.samples for row in rows if row.samples} == {2}  # the least that says something of noise
     assert said[-1] == "the time is over: 1 of 2 lengths and head dims were not reached"
+
+
+def test_counters_get_a_third_of_the_time_and_then_what_is_left():
+    """Those of a length take 100 seconds, a round of a problem 90."""
+
+    class Slow(ScriptedBench):
+        seconds_of_counters = 100.0
+
+    chosen = cases((1024, 2048, 4096), (128,), "bfloat16", 4096, 2048)
+    for seconds, before, lengths in ((600, 2, 2), (1300, 3, 3), (None, 3, 3), (20, 1, 1), (1000, 3, 3), (250, 1, 1)):
+        bench = Slow()
+        rows = compare(bench, chosen, 2, seconds, lambda _: None, now=bench.clock)
+        first_time = next((n for n, row in enumerate(rows) if row.seconds), len(rows))
+        assert len({row.seqlen for row in rows[:first_time] if row.measured}) == before, seconds
+        assert len({row.seqlen for row in rows if row.measured}) == lengths, seconds
+        assert bench.notes == ([] if lengths == 3 else ["There was not time enough to read all counters."]), seconds
+
+    bench = Slow()
+    bench.seconds_of_counters = 300.0  # the third length does not begin before the times
+    rows = compare(bench, chosen, 2, 1750, lambda _: None, now=bench.clock)
+    order = [("counters" if row.measured else "time", row.seqlen) for row in rows if row.measured or row.seconds]
+    order = list(dict.fromkeys(order))
+    assert order == [
+        ("counters", 1024), ("counters", 2048), ("time", 1024), ("time", 2048), ("time", 4096), ("counters", 4096)
+    ]  # fmt: skip
+    assert bench.notes == []
+
+
+def test_what_tells_most_comes_first():
+    chosen = most_telling_first(cases((1024, 2048, 4096, 8192, 16384), (64, 128, 256), "bfloat16", 16384, 2048))
+    order = list(dict.fromkeys((case.head_dim, case.seqlen) for case in chosen))
+    lengths = [4096, 16384, 1024, 2048, 8192]
+    assert order == [(head_dim, length) for head_dim in (128, 64, 256) for length in lengths]
+    assert [case.causal for case in chosen] == [False, True] * 15
+    assert [case.seqlen for case in ncu.chosen(chosen)] == lengths
+
+
+class Failing(ScriptedBench):
+    """V1's backward does not fit, standard attention's is broken from its third sample on, and so is one problem."""
+
+    def prepare(self, case, algorithms):
+        if (case.seqlen, case.causal) == (2048, True):
+            self.prepared.append(case)
+            raise RuntimeError("no inputs")
+        return super().prepare(case, algorithms)
+
+    def seconds(self, call):
+        if call.key == ("v1", "backward"):
+            raise MemoryError("16 GiB")
+        if call.key == ("standard", "backward") and self.samples.count((call.case, call.key)) == 2:
+            raise RuntimeError("an illegal address")
+        return super().seconds(call)
+
+
+def test_a_failure_is_noted_and_the_comparison_goes_on():
+    bench = Failing()
+    kept, rows = [], []
+    chosen = cases((1024, 2048), (128,), "bfloat16", 4096, 2048)
+    compare(bench, chosen, 4, None, lambda _: None, now=bench.clock, rows=rows, keep=lambda: kept.append(len(rows)))
+    assert bench.prepared == chosen
+    notes = {(row.seqlen, row.causal, row.algorithm, row.direction): (row.note, row.failed) for row in rows if row.note}
+    broken = {(2048, True, a, d): ("failed: RuntimeError: no inputs", True) for a in ALGORITHMS for d in DIRECTIONS}
+    assert notes == broken | {
+        (length, causal, algorithm, "backward"): noted
+        for length, causal in ((1024, False), (1024, True), (2048, False))
+        for algorithm, noted in (
+            ("v1", ("does not fit: 16 GiB", False)),
+            ("standard", ("failed: RuntimeError: an illegal address", True)),
+        )
+    }
+    assert sum(row.samples == 4 for row in rows) == 3 * 10
+    assert all(row.seconds is None for row in rows if row.note)
+    assert kept == sorted(set(kept))  # more each time
+    assert kept[-1] == len(rows)
+    assert len(kept) == 1 + 2 + 4  # errors, counters of two lengths, four problems
 
 
 def test_what_cannot_be_run_is_named():
@@ -452,6 +532,7 @@ def gpu_bench(monkeypatch):
     bench.limits = KNOWN_GPUS["H200"]
     bench.notes = []
     monkeypatch.setattr(bench, "_free_memory", lambda: 130 << 30, raising=False)
+    monkeypatch.setattr(bench, "_release", lambda: None, raising=False)
     return bench
 
 
@@ -485,12 +566,12 @@ def test_all_kernels_are_compiled_ahead(gpu_bench):
 
 def test_counters_of_the_gpu(gpu_bench, monkeypatch):
     monkeypatch.setattr(gpu_bench, "_ncu", "ncu", raising=False)
-    monkeypatch.setattr("cupyflash.compare.gpu._free_pool", lambda: None)
     chosen = cases((1024, 4096), (128,), "bfloat16", 16384, 2048)
     measured = []
     monkeypatch.setattr(ncu, "measure", lambda program, jobs: measured.append(jobs) or [Traffic(1, 2, 3)] * len(jobs))
-    found = list(gpu_bench.counters(chosen, None))
-    assert [len(jobs) for jobs in measured] == [len(found) // 2] * 2  # one run per length
+    found = [read() for read in gpu_bench.counters(chosen)]
+    assert [len(jobs) for jobs in measured] == list(map(len, found))  # one run per length
+    found = [counted for of_length in found for counted in of_length]
     assert {case.seqlen for case, *_ in found} == {1024, 4096}
     for case, key, traffic, counted in found:
         assert traffic == Traffic(1, 2, 3)
@@ -502,10 +583,9 @@ def test_counters_of_the_gpu(gpu_bench, monkeypatch):
         raise ncu.NcuError("ERR_NVGPUCTRPERM")
 
     monkeypatch.setattr(ncu, "measure", fails)
-    assert list(gpu_bench.counters(chosen, None)) == []
-    assert gpu_bench.notes == ["Nsight Compute failed, bytes are counted only: ERR_NVGPUCTRPERM"]
-    monkeypatch.setattr(gpu_bench, "_ncu", None)
-    assert list(gpu_bench.counters(chosen, None)) == []
+    assert [read() for read in gpu_bench.counters(chosen)] == [[], []]
+    assert gpu_bench.notes == ["Nsight Compute failed, bytes are counted only: ERR_NVGPUCTRPERM"]  # once
+    assert gpu_bench.counters(chosen) == []
     assert "was not used" in gpu_bench.notes[-1]
 
 
@@ -527,7 +607,6 @@ def test_passes_of_the_gpu_are_prepared(gpu_bench, monkeypatch):
     from cupyflash.compare import gpu
 
     monkeypatch.setattr(gpu, "inputs", accuracy.inputs)
-    monkeypatch.setattr(gpu, "_free_pool", lambda: None)
     monkeypatch.setattr(gpu_bench, "_stopwatch", FakeStopwatch(), raising=False)
     monkeypatch.setattr(gpu_bench, "_expected", {}, raising=False)
     monkeypatch.setattr(gpu_bench, "_peak_bytes", lambda call: call() and 77)
@@ -539,9 +618,85 @@ def test_passes_of_the_gpu_are_prepared(gpu_bench, monkeypatch):
     assert set(prepared.peaks.values()) == {77}
     call = prepared.calls["v2", "step"]
     assert [gpu_bench.seconds(call) for _ in range(2)] == [2.0, 1.0]
+
+    def fails_on(direction, error):
+        def call():
+            raise error
+
+        return lambda case, algorithm, arrays: {
+            (algorithm, d): call if (algorithm, d) == ("v2", direction) else lambda: None for d in DIRECTIONS
+        }
+
+    monkeypatch.setattr(gpu_bench, "_memory", lambda: "1 GiB is free")
+    for error, told in ((MemoryError("16 GiB"), "does not fit: 16 GiB"), (KeyError("x"), "failed: KeyError: 'x'")):
+        with monkeypatch.context() as context:
+            context.setattr(accuracy, "calls", fails_on("backward", error))
+            prepared = gpu_bench.prepare(case, ("standard", "v2"))
+            assert prepared.reasons == {("v2", "backward"): told}
+            assert len(prepared.calls) == 5
+            context.setattr(gpu_bench, "_peak_bytes", lambda call: 77)  # then it is the stopwatch that fails
+            prepared = gpu_bench.prepare(case, ("standard", "v2"))
+            memory = "; 1 GiB is free" if isinstance(error, MemoryError) else ""
+            assert prepared.reasons == {("v2", "backward"): told + memory}
+            assert len(prepared.calls) == 5
     monkeypatch.setattr(gpu_bench, "_free_memory", lambda: 1000)
     reason = gpu_bench.prepare(case, ("standard",)).reasons["standard", "step"]
-    assert reason == "P and dS take 6.1e-05 GiB; 9.31e-07 GiB are free"
+    assert reason == "does not fit: P and dS take 6.1e-05 GiB; 9.31e-07 GiB are free"
+
+
+class FakePool:
+    """Blocks in use, and blocks that are kept."""
+
+    def __init__(self):
+        self.used = self.kept = 0
+
+    def malloc(self, size):
+        self.used += size
+
+    def total_bytes(self):
+        return self.used + self.kept
+
+    def free_all_blocks(self):
+        self.kept = 0
+
+
+def test_memory_of_one_call_is_given_back_before_the_next(monkeypatch):
+    """Also what a call held that failed."""
+    cupy = pytest.importorskip("cupy")
+    try:
+        from cupyflash.compare import gpu
+    except ImportError as error:
+        pytest.skip(str(error))
+    default = FakePool()
+    allocators = [default.malloc]
+
+    @contextlib.contextmanager
+    def using(allocator):
+        allocators.append(allocator)
+        try:
+            yield
+        finally:
+            allocators.pop()
+
+    monkeypatch.setattr(cupy.cuda, "using_allocator", using)
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: default)
+    bench = object.__new__(gpu.GpuBench)
+    bench._measuring, bench._device = FakePool(), types.SimpleNamespace(synchronize=lambda: None)
+
+    def call(size, fails=False):
+        pool = allocators[-1].__self__
+        pool.malloc(size)
+        pool.used, pool.kept = 0, pool.kept + size
+        if fails and pool is bench._measuring:
+            raise MemoryError
+
+    assert bench._peak_bytes(lambda: call(5)) == 5
+    assert default.total_bytes() == bench._measuring.total_bytes() == 0
+    with pytest.raises(MemoryError):
+        bench._peak_bytes(lambda: call(7, fails=True))
+    assert bench._measuring.total_bytes() == 7
+    assert bench._peak_bytes(lambda: call(3)) == 3
+    assert default.total_bytes() == bench._measuring.total_bytes() == 0
 
 
 # ---- the command, on the CPU
@@ -596,15 +751,28 @@ def test_a_page_is_made_again_from_its_rows(compared, tmp_path, capsys):
     assert capsys.readouterr().out == f"{again}\n"
 
 
-@pytest.mark.parametrize("broken_by", [KeyboardInterrupt, RuntimeError("an illegal address")])
+def test_after_a_failure_the_status_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("cupyflash.cli.compare._cpu_bench", Failing)
+    page = tmp_path / "a.html"
+    command = ["compare", "--device", "cpu", "--lengths", "64,128", "--rounds", "3", "--out", str(page)]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert "standard backward, B=32 S=64 H=4 D=64: failed: RuntimeError: an illegal address" in said.splitlines()
+    assert "does not fit" not in said
+    assert "failed: RuntimeError: an illegal address" in page.read_text()
+    assert "does not fit: 16 GiB" in page.read_text()
+    assert len({row.case for row in table.read(page.with_suffix(".csv")) if row.seconds}) == 4
+
+
+@pytest.mark.parametrize("broken_by", [KeyboardInterrupt, RuntimeError("no page"), SystemExit(3)])
 def test_what_was_measured_is_kept(tmp_path, capsys, monkeypatch, broken_by):
-    """Whatever breaks it off: here the seventieth sample."""
+    """Whatever breaks it off: here the count of bytes after the seventieth sample."""
 
     class Breaking(ScriptedBench):
-        def seconds(self, call):
-            if len(self.samples) == 70:
+        def counted(self, case, key):
+            if len(self.samples) >= 70:
                 raise broken_by
-            return super().seconds(call)
+            return super().counted(case, key)
 
     monkeypatch.setattr("cupyflash.cli.compare._cpu_bench", Breaking)
     command = ["compare", "--device", "cpu", "--lengths", "64,128", "--rounds", "2", "--out", str(tmp_path / "a.html")]
@@ -613,7 +781,7 @@ def test_what_was_measured_is_kept(tmp_path, capsys, monkeypatch, broken_by):
     else:
         with pytest.raises(SystemExit):
             main(command)
-        assert "an illegal address" in capsys.readouterr().err
+        assert isinstance(broken_by, SystemExit) or "no page" in capsys.readouterr().err
     timed = [row for row in table.read(tmp_path / "a.csv") if row.seconds]
     assert len({row.case for row in timed}) == 2
     assert "Speed" in (tmp_path / "a.html").read_text()

@@ -57,7 +57,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(cupy.cuda.device, "get_cublas_handle", lambda: 7)
     monkeypatch.setattr(standard_gpu, "_runtime", HostRuntimeForCupy())
     monkeypatch.setattr(standard_gpu, "_loaded", {})
+    # As in a process that has not met a CuPy array yet.
     monkeypatch.setitem(cupyflash.arrays.native, cupy.ndarray, cupy)
+    del cupyflash.arrays.native[cupy.ndarray]
 
     def empty(shape, dtype):
         return fake.empty(shape, dtype)
@@ -339,6 +341,34 @@ def test_says_how_much_memory_it_wants(monkeypatch, direction):
     arrays = {"forward": (q, q, q), "backward": (q, q, q, q, q, lse)}[direction]
     with pytest.raises(MemoryError, match=re.escape(f"{size} GiB for 4,096 x 4,096 scores of 8 heads")):
         getattr(standard, direction)(problem, "bshd", *arrays)
+
+
+@emulated
+@pytest.mark.parametrize("direction", ["forward", "backward", "step"])
+def test_only_the_allocators_complaint_is_taken_for_one(gpu, monkeypatch, direction):
+    """What else fails is not hidden behind it, and what the allocator says is told."""
+    from cupy.cuda.memory import OutOfMemoryError
+
+    q = gpu.array(np.zeros((1, 4096, 8, 64), np.float16))
+    problem = Problem.of(q, q, q)
+    lse = gpu.array(np.zeros((1, 8, 4096), np.float32))
+    arrays = {"forward": (q, q, q), "backward": (q, q, q, q, q, lse), "step": (q, q, q, q)}[direction]
+    for fault in (OutOfMemoryError(1 << 30, 3 << 30, 4 << 30), RuntimeError("an illegal address"), MemoryError("host")):
+
+        def fails(*_, fault=fault):
+            raise fault
+
+        monkeypatch.setattr(gpu.module, "_score_matrix", fails)
+        with pytest.raises(type(fault) if type(fault) is RuntimeError else MemoryError) as told:
+            getattr(standard, direction)(problem, "bshd", *arrays)
+        if type(fault) is OutOfMemoryError:
+            size = 0.25 if direction == "forward" else 0.5
+            assert f"{size} GiB for 4,096 x 4,096 scores of 8 heads" in str(told.value)
+            assert "(attention needs none): Out of memory allocating 1,073,741,824 bytes" in str(told.value)
+            assert "limit set to: 4,294,967,296 bytes" in str(told.value)
+            assert told.value.__cause__ is fault
+        else:
+            assert told.value is fault
 
 
 def test_how_much_memory_it_wants():

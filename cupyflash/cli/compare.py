@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None] | None = None) -> int:
-    """Runs the command; returns the exit status. say: takes a line of progress; printed by default.
+    """Runs the command; returns the exit status, 1 if a pass failed that could have been measured.
+
+    Args:
+        say: takes a line of progress; printed by default.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -53,7 +56,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None] | None = None) -
     if options.source is not None:
         return _render(options, say)
 
-    from cupyflash.compare.cases import cases
+    from cupyflash.compare.cases import cases, most_telling_first
     from cupyflash.compare.session import compare
 
     on_gpu = _on_gpu(options.device)
@@ -67,27 +70,33 @@ def run(options: argparse.Namespace, say: Callable[[str], None] | None = None) -
         (False, True): _QUICK_CPU,
     }[on_gpu, options.quick]
     lengths, head_dims, tokens, hidden, rounds = defaults
-    chosen = cases(
-        options.lengths or lengths,
-        options.head_dims or head_dims,
-        bench.dtype,
-        tokens,
-        hidden,
+    chosen = most_telling_first(
+        cases(
+            options.lengths or lengths,
+            options.head_dims or head_dims,
+            bench.dtype,
+            tokens,
+            hidden,
+        )
     )
     page = _page(options.out, bench.name)
     rows: list[Row] = []
+    keep = partial(table.write, page.with_suffix(".csv"), rows)
     try:
-        compare(bench, chosen, options.rounds or rounds, options.seconds, say, options.seed, rows=rows)
+        compare(bench, chosen, options.rounds or rounds, options.seconds, say, options.seed, rows=rows, keep=keep)
     except KeyboardInterrupt:
         say("stopped")
         return 130
     finally:  # what was measured before something failed is kept
         if rows:
-            table.write(page.with_suffix(".csv"), rows)
+            keep()
             report.write(page, rows, bench.notes)
             for line in (*summary(rows), str(page.with_suffix(".csv")), str(page)):
                 say(line)
-    return 0
+    failed = [row for row in rows if row.failed]
+    for row in failed:
+        say(f"{row.algorithm} {row.direction}, {row.case}: {row.note}")
+    return 1 if failed else 0
 
 
 def _page(given: Path | None, device: str) -> Path:

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from cupyflash import standard
 from . import accuracy
 from .cases import DIRECTIONS, Case
 from .hbm import Traffic
-from .session import Call, Key, Prepared
+from .session import Call, Counted, Key, Prepared, told
 
 CANNOT = (
     "This machine has no GPU that CuPy finds. V1 and V3 are GPU algorithms and are missing here; so are bytes through "
@@ -47,15 +47,22 @@ class CpuBench:
     def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
         arrays = accuracy.inputs(case)
         calls: dict[Key, Call] = {}
+        peaks: dict[Key, int] = {}
         reasons: dict[Key, str] = {}
         for algorithm in algorithms:
             needed = standard.score_bytes(case.problem(), "backward", on_gpu=False)
             if algorithm == "standard" and needed > _free_memory():
-                told = f"S and P would take {needed / 2**30:.3g} GiB, {_free_memory() / 2**30:.3g} GiB are free"
-                reasons |= dict.fromkeys(((algorithm, direction) for direction in DIRECTIONS), told)
+                why = f"S and P would take {needed / 2**30:.3g} GiB, {_free_memory() / 2**30:.3g} GiB are free"
+                reasons |= dict.fromkeys(((algorithm, direction) for direction in DIRECTIONS), why)
                 continue
-            calls |= accuracy.calls(case, algorithm, arrays)
-        return Prepared(calls, {key: _peak_bytes(call) for key, call in calls.items()}, reasons)
+            try:
+                of_algorithm = accuracy.calls(case, algorithm, arrays)
+                peaks |= {key: _peak_bytes(call) for key, call in of_algorithm.items()}
+            except Exception as error:  # what keeps one from a problem is its note, and no end of the comparison
+                reasons |= {(algorithm, direction): told(error) for direction in DIRECTIONS}
+                continue
+            calls |= of_algorithm
+        return Prepared(calls, peaks, reasons)
 
     def seconds(self, call: Call) -> float:
         start = time.perf_counter()
@@ -68,8 +75,9 @@ class CpuBench:
     def errors(self, case: Case) -> dict[Key, float]:
         return accuracy.errors(case, self.algorithms, np.asarray, np.asarray)
 
-    def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
-        return iter(())
+    def counters(self, cases: Sequence[Case]) -> list[Callable[[], list[Counted]]]:
+        """None of a CPU."""
+        return []
 
 
 def _peak_bytes(call: Call) -> int:

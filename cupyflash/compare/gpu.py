@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import cupy
 
@@ -21,11 +22,11 @@ from cupyflash.tuning.measure import Stopwatch
 from . import accuracy, ncu
 from .cases import ALGORITHMS, DIRECTIONS, Case
 from .hbm import Tiles, Traffic, count
-from .session import Call, Key, Prepared
+from .session import Call, Counted, Key, Prepared, told
 
 _FLUSH_BYTES = 256 << 20  # a quarter of what is written between launches, so that the host is ahead of them
 _COPY_BYTES = 1 << 30
-_PRODUCT_SIZE = 8192
+_PRODUCT_SIZES = (4096, 8192)
 _ROOF_SAMPLES = 5
 _COMPILERS = 16  # threads
 _WARM_UP_SECONDS = 0.05  # of each problem
@@ -39,12 +40,9 @@ def inputs(case: Case) -> list[Array]:
     return [cupy.random.standard_normal(case.shape, dtype=cupy.float32).astype(dtype) for _ in range(4)]
 
 
-def _free_pool() -> None:
-    """Gives memory back that CuPy keeps for later."""
-    cupy.get_default_memory_pool().free_all_blocks()
-
-
-_CANNOT = (MemoryError, RuntimeError, ValueError)  # what keeps an algorithm from a problem; UnsupportedError is one
+def _multiply(a: Array, b: Array, c: Array) -> None:
+    with products() as product:
+        product(a, b, c)
 
 
 class GpuBench:
@@ -73,6 +71,9 @@ class GpuBench:
         self.notes: list[str] = []
         self._stopwatch = Stopwatch(max(self.limits.l2_bytes, _FLUSH_BYTES))
         self._expected: dict[int, float] = {}
+        # Empty before each call that is measured with it: all that it takes from the device is for that call. One for
+        # all calls: a pool that is dropped has been seen to keep its blocks.
+        self._measuring = cupy.cuda.MemoryPool()
 
     def compile(self, cases: Sequence[Case]) -> int:
         profiled = {job.case for job in self._jobs(cases)} if self._ncu else set()
@@ -85,19 +86,17 @@ class GpuBench:
         size = min(_COPY_BYTES, self._free_memory() // 4)
         source, target = cupy.cuda.alloc(size), cupy.cuda.alloc(size)
         source.memset(0, size)
-        copied = self._best(lambda: target.copy_from_device_async(source, size))
-        n = _PRODUCT_SIZE
-        a, b, c = (x.reshape(1, n, n) for x in inputs(Case(1, n, 1, n, False, self.dtype))[:3])
-
-        def multiply() -> None:
-            with products() as product:
-                product(a, b, c)
-
-        return 2 * size / copied, 2 * n**3 / self._best(multiply)
+        copied = self._best(partial(target.copy_from_device_async, source, size))
+        rates = []
+        for n in _PRODUCT_SIZES:
+            a, b, c = (x.reshape(1, n, n) for x in inputs(Case(1, n, 1, n, False, self.dtype))[:3])
+            for factor in (b, b.swapaxes(1, 2)):  # a roof is the best that can be had: attention's products have either
+                rates.append(2 * n**3 / self._best(partial(_multiply, a, factor, c)))
+        return 2 * size / copied, max(rates)
 
     def prepare(self, case: Case, algorithms: Sequence[str]) -> Prepared:
         self._expected.clear()
-        _free_pool()
+        self._release()
         calls: dict[Key, Call] = {}
         peaks: dict[Key, int] = {}
         reasons: dict[Key, str] = {}
@@ -106,22 +105,23 @@ class GpuBench:
             try:
                 self._require_memory(case, algorithm)
                 of_algorithm = accuracy.calls(case, algorithm, arrays)
-            except _CANNOT as error:
-                reasons |= {(algorithm, direction): str(error) for direction in DIRECTIONS}
+            except Exception as error:  # what keeps one from a problem is its note, and no end of the comparison
+                reasons |= {(algorithm, direction): told(error) for direction in DIRECTIONS}
                 continue
             for key, call in of_algorithm.items():
                 try:
                     peaks[key] = self._peak_bytes(call)
                     calls[key] = call
-                except _CANNOT as error:
-                    reasons[key] = str(error)
-            _free_pool()  # freed blocks belong to a stream, and the stopwatch has its own
+                except Exception as error:
+                    reasons[key] = told(error)
+                self._release()  # freed blocks belong to a stream, and the stopwatch has its own
         ready: dict[Key, Call] = {}
         for key, call in calls.items():
             try:
                 ready[key] = self._stopwatch.prepare(call)
-            except _CANNOT as error:
-                reasons[key] = str(error)
+            except Exception as error:
+                reasons[key] = f"{told(error)}; {self._memory()}" if isinstance(error, MemoryError) else told(error)
+                self._release()
         if ready:
             self._stopwatch.warm_up(next(iter(ready.values())), _WARM_UP_SECONDS)
         return Prepared(ready, peaks, reasons)
@@ -152,26 +152,30 @@ class GpuBench:
     def errors(self, case: Case) -> dict[Key, float]:
         return accuracy.errors(case, self.algorithms, cupy.asarray, cupy.asnumpy)
 
-    def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
+    def counters(self, cases: Sequence[Case]) -> list[Callable[[], list[Counted]]]:
         if self._ncu is None:
             self.notes.append("Nsight Compute (ncu) was not used: bytes are counted, not measured.")
-            return
-        end = None if seconds is None else time.monotonic() + seconds
-        _free_pool()
+            return []
         jobs = self._jobs(cases)
-        for seqlen in dict.fromkeys(job.case.seqlen for job in jobs):
-            if end is not None and time.monotonic() > end:
-                self.notes.append("There was not time enough to read all counters.")
-                return
-            of_length = [job for job in jobs if job.case.seqlen == seqlen]
-            try:
-                measured = ncu.measure(self._ncu, of_length)
-            except ncu.NcuError as error:
-                self.notes.append(f"Nsight Compute failed, bytes are counted only: {error}")
-                return
-            for job, traffic in zip(of_length, measured, strict=True):
-                problem, tiles = job.case.problem(job.algorithm), self.tiles(job.case, job.key)
-                yield job.case, job.key, traffic, count(*job.key, problem, tiles, self.limits, flushed=True)
+        lengths = dict.fromkeys(job.case.seqlen for job in jobs)
+        return [partial(self._read_counters, [job for job in jobs if job.case.seqlen == length]) for length in lengths]
+
+    def _read_counters(self, jobs: Sequence[ncu.Job]) -> list[Counted]:
+        """Of all jobs by one run of the profiler; nothing where it has failed before."""
+        if self._ncu is None:
+            return []
+        self._release()  # the profiled process needs it
+        try:
+            measured = ncu.measure(self._ncu, jobs)
+        except ncu.NcuError as error:
+            self.notes.append(f"Nsight Compute failed, bytes are counted only: {error}")
+            self._ncu = None
+            return []
+        return [(job.case, job.key, traffic, self._counted(job)) for job, traffic in zip(jobs, measured, strict=True)]
+
+    def _counted(self, job: ncu.Job) -> Traffic:
+        problem, tiles = job.case.problem(job.algorithm), self.tiles(job.case, job.key)
+        return count(*job.key, problem, tiles, self.limits, flushed=True)
 
     def _jobs(self, cases: Sequence[Case]) -> list[ncu.Job]:
         """The passes whose counters are read."""
@@ -204,14 +208,18 @@ class GpuBench:
     def _peak_bytes(self, call: Call) -> int:
         call()  # what is made once is made now
         self._device.synchronize()
-        _free_pool()
-        pool = cupy.cuda.MemoryPool()  # of its own: all it ever took from the device was for this call
-        with cupy.cuda.using_allocator(pool.malloc):
+        self._release()
+        with cupy.cuda.using_allocator(self._measuring.malloc):
             call()
             self._device.synchronize()
-        peak = int(pool.total_bytes())
-        pool.free_all_blocks()  # it may live on in a cycle of references
+        peak = int(self._measuring.total_bytes())
+        self._release()
         return peak
+
+    def _release(self) -> None:
+        """Gives memory back that CuPy keeps for later."""
+        cupy.get_default_memory_pool().free_all_blocks()
+        self._measuring.free_all_blocks()
 
     def _computable(self, case: Case, algorithm: str) -> list[str]:
         directions = []
@@ -231,6 +239,14 @@ class GpuBench:
 
     def _free_memory(self) -> int:
         return int(self._device.mem_info[0]) + int(cupy.get_default_memory_pool().free_bytes())
+
+    def _memory(self) -> str:
+        """What is known of the memory when there is none."""
+        pool = cupy.get_default_memory_pool()
+        free, total = self._device.mem_info
+        numbers = (free, total, pool.used_bytes(), pool.free_bytes(), pool.get_limit())
+        told = "the GPU has {:.3g} of {:.3g} GiB free, CuPy uses {:.3g} and keeps {:.3g}, its limit is {:.3g} (0: none)"
+        return told.format(*(number / 2**30 for number in numbers))
 
     def _best(self, call: Call) -> float:
         call()

@@ -13,12 +13,14 @@ from typing import Any, Protocol
 from . import accuracy
 from .cases import ALGORITHMS, DIRECTIONS, Case
 from .hbm import Traffic, flops
-from .table import Row
+from .table import FAILED, Row
 
 _LEAST_ROUNDS = 2  # even if the time is over: one sample says nothing of its noise
+_SHARE_OF_COUNTERS = 3  # the first counters get a third of what is left; the others what the times leave
 
 Call = Callable[[], Any]
 Key = tuple[str, str]  # algorithm, direction
+Counted = tuple[Case, Key, Traffic, Traffic]  # by the device's counters, and by count
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Bench(Protocol):
     def errors(self, case: Case) -> dict[Key, float]:
         """The errors of all algorithms on a small problem, against float64."""
 
-    def counters(self, cases: Sequence[Case], seconds: float | None) -> Iterator[tuple[Case, Key, Traffic, Traffic]]:
-        """What the device's counters say the passes move, and what is counted for the same problems."""
+    def counters(self, cases: Sequence[Case]) -> list[Callable[[], list[Counted]]]:
+        """Calls that read what the device's counters say the passes move, one for each length, in the cases' order."""
 
 
 class Clock:
@@ -84,6 +86,15 @@ class Clock:
         return self.left == 0.0
 
 
+def told(error: Exception) -> str:
+    """The note of a pass that this keeps from being measured."""
+    if isinstance(error, MemoryError):
+        return f"does not fit: {error}"
+    if isinstance(error, ValueError):  # UnsupportedError is one
+        return str(error)
+    return f"{FAILED}{type(error).__name__}: {error}"
+
+
 def compare(
     bench: Bench,
     cases: Sequence[Case],
@@ -93,8 +104,11 @@ def compare(
     seed: int = 0,
     now: Callable[[], float] = time.monotonic,
     rows: list[Row] | None = None,
+    keep: Callable[[], object] = lambda: None,
 ) -> list[Row]:
-    """All rows of a comparison.
+    """All rows of a comparison, in the order of the cases.
+
+    What one algorithm fails at over one problem is noted in its row, and the comparison goes on.
 
     All passes of all algorithms over one problem are sampled in turns, in a new random order each round: what drifts
     meanwhile (clocks, temperature) drifts for all of them.
@@ -104,6 +118,7 @@ def compare(
         seconds: after which no more is begun; None: no limit.
         say: takes a line of progress.
         rows: to which they are appended as they come, so that somebody has them if the comparison is broken off.
+        keep: called when there are new ones.
     """
     rows = [] if rows is None else rows
     clock = Clock(seconds, now)
@@ -117,22 +132,19 @@ def compare(
     for case in accuracy.cases(cases):
         rows += [_row(case, key, common, error=error) for key, error in bench.errors(case).items()]
     say(f"errors against float64 of {len(rows)} passes")
+    keep()
 
-    counted = list(bench.counters(cases, None if clock.left is None else clock.left / 2))
-    for case, key, measured, count in counted:
-        rows.append(
-            _row(
-                case,
-                key,
-                common,
-                counted=count,
-                measured_read=measured.read,
-                measured_written=measured.written,
-                measured_requested=measured.requested,
-            )
-        )
-    if counted:
-        say(f"counters of {len(counted)} passes")
+    counters = bench.counters(cases)
+
+    def count(clock: Clock) -> None:
+        """Reads counters until the time is over."""
+        while counters and not clock.is_over:
+            of_length = counters.pop(0)()
+            rows.extend(_counted(*counted, common) for counted in of_length)
+            say(f"counters of {len(of_length)} passes")
+            keep()
+
+    count(Clock(None if clock.left is None else clock.left / _SHARE_OF_COUNTERS, now))
 
     groups = [list(group) for _, group in groupby(cases, key=lambda case: (case.head_dim, case.seqlen))]
     for index, group in enumerate(groups):
@@ -144,19 +156,44 @@ def compare(
             share_of_case = None if share is None else share / len(group)
             rows += _measured(bench, case, rounds, Clock(share_of_case, now), order, common)
             say(f"{case}: {_summary(rows, case)}")
+            keep()
+    count(clock)
+    if counters:
+        bench.notes.append("There was not time enough to read all counters.")
     return rows
+
+
+def _counted(case: Case, key: Key, measured: Traffic, count: Traffic, common: dict[str, Any]) -> Row:
+    return _row(
+        case,
+        key,
+        common,
+        counted=count,
+        measured_read=measured.read,
+        measured_written=measured.written,
+        measured_requested=measured.requested,
+    )
 
 
 def _measured(
     bench: Bench, case: Case, rounds: int, clock: Clock, order: random.Random, common: dict[str, Any]
 ) -> Iterator[Row]:
-    prepared = bench.prepare(case, bench.algorithms)
+    try:
+        prepared = bench.prepare(case, bench.algorithms)
+    except Exception as error:  # whatever it is, the next problem may do without
+        keys = [(algorithm, direction) for algorithm in bench.algorithms for direction in DIRECTIONS]
+        prepared = Prepared({}, {}, dict.fromkeys(keys, told(error)))
+    reasons = dict(prepared.reasons)
     samples: dict[Key, list[float]] = {key: [] for key in prepared.calls}
     for number in range(rounds):
         if clock.is_over and number >= _LEAST_ROUNDS:
             break
         for key in order.sample(list(samples), len(samples)):
-            samples[key].append(bench.seconds(prepared.calls[key]))
+            try:
+                samples[key].append(bench.seconds(prepared.calls[key]))
+            except Exception as error:  # likewise the next pass
+                reasons[key] = told(error)
+                del samples[key]
     for algorithm in bench.algorithms:
         for direction in DIRECTIONS:
             key = (algorithm, direction)
@@ -175,7 +212,7 @@ def _measured(
                     peak_bytes=prepared.peaks.get(key),
                 )
             else:
-                yield _row(case, key, common, note=prepared.reasons.get(key, "was not run"))
+                yield _row(case, key, common, note=reasons.get(key, "was not run"))
 
 
 def _row(case: Case, key: Key, common: dict[str, Any], counted: Traffic | None = None, **known: Any) -> Row:

@@ -11,6 +11,8 @@ from typing import Any
 from .cases import ALGORITHMS, DIRECTIONS, Case
 from .hbm import Traffic
 
+FAILED = "failed: "  # how the note of a pass begins that could have been measured
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -73,6 +75,11 @@ class Row:
     def measured(self) -> Traffic | None:
         """The measured bytes."""
         return _traffic(self.measured_read, self.measured_written, self.measured_requested)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the pass could have been measured, but something went wrong."""
+        return self.note.startswith(FAILED)
 
     @property
     def rate(self) -> float | None:
