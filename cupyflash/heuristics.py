@@ -213,8 +213,9 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     found = _first_fit(table, head_dim)
     if problem.dtype == "float16" and not tight and head_dim <= 64:
         found = found[1:]  # dS is kept below float16's largest number, for which the first has no registers left
-    if problem.dtype == "bfloat16" and limits.arch == 80 and task == "backward" and not 64 < head_dim <= 128:
-        found = found[1:]  # nor here, where bfloat16 is rounded by several instructions
+    if problem.dtype == "bfloat16" and limits.arch == 80 and task == "backward":
+        # Nor where bfloat16 takes several instructions to round: the first up to 64, few keys per warp above 128.
+        found = found[1:] if head_dim <= 64 else tuple(tiles for tiles in found if head_dim <= 128 or tiles[4] < 4)
     # On sm_80 rounding to TF32 takes instructions, and registers, that dQ first does not leave.
     dq_first = head_dim <= 64 and not (table is _BACKWARD_TIGHT and limits.arch == 80)
     return [
