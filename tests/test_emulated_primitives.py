@@ -55,7 +55,7 @@ def f32(*shape):
 
 def test_both_platforms_have_the_same_words():
     folders = [Path(kernels_cu.__file__).parent / "include" / name for name in ("ptx", "emulated")]
-    own = {"block.cuh", "launch.cuh"}  # the emulation's machinery
+    own = {"block.cuh"}  # the emulation's machinery
     names = [{path.name for path in folder.glob("*.cuh")} for folder in folders]
     assert names[0] == names[1] - own
     word = re.compile(r"^(?:DEVICE .*?(\w+)\(|constexpr \w+ (\w+)|#define (?!CF_)(\w+)|extern .* (\w+)\[)", re.M)
@@ -350,15 +350,6 @@ def test_launch_arguments(run, option, message):
 
 
 # ---- Building.
-
-
-@needs_compiler
-def test_ucontext_stands_in_where_there_is_no_switch(run):
-    library = build(defines={"CF_EMULATED_UCONTEXT": 1})
-    out = u32(THREADS)
-    params = struct.pack("P", out.ctypes.data)
-    emulated.launch(library, "rotate_synchronised", 2, params, threads=THREADS, shared_bytes=SHARED_BYTES)
-    np.testing.assert_array_equal(out, (np.arange(THREADS) + 1) % THREADS)
 
 
 def sanitized_run(kernel):

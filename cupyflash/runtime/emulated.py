@@ -17,13 +17,15 @@ import functools
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
+
+from .source import flatten
 
 Order = Literal["forward", "reverse", "random"]
 CopyMode = Literal["issue", "wait", "random"]
@@ -33,22 +35,24 @@ _COPY_MODES: tuple[CopyMode, ...] = ("issue", "wait", "random")
 _MAX_THREADS = 1024
 _MESSAGE_BYTES = 65536
 
-POISON = 0xFFD5  # what memory holds that nobody has written, in 16 bits: see launch.cuh
+POISON = 0xFFD5  # what memory holds that nobody has written, in 16 bits: see launch.cu
 
-# For CUPYFLASH_EMULATED_FLAGS: reads of such memory are reported. The kernel's variant of AddressSanitizer leaves the
-# checks to functions, which are ours; it is not AddressSanitizer itself, whose macro therefore has to go.
+# For CUPYFLASH_EMULATED_FLAGS: reads of such memory are reported. The Linux kernel's variant of AddressSanitizer leaves
+# the checks to functions, which are launch.cu's.
 WATCHED = (
     "-fsanitize=kernel-address --param=asan-instrumentation-with-call-threshold=0 --param=asan-stack=0 "
-    "--param=asan-globals=0 -U__SANITIZE_ADDRESS__ -DCF_EMULATED_WATCHED"
+    "--param=asan-globals=0"
 )
 
-_LAUNCHER = files("cupyflash.kernels_cu") / "include" / "emulated" / "launch.cuh"
+# launch.cu: Launch. Kernel, parameters, their bytes, bytes of shared memory, seed; grid, threads, workers, order,
+# copy mode.
+_LAUNCH = struct.Struct("PPQQQIIIII")
+_LAUNCHER = "include/emulated/launch.cu"
 
 # No contraction: multiply_rounded must round. No strict aliasing: kernels reinterpret storage, which nvcc allows.
 _FLAGS = (
     "-std=c++17",
     "-fPIC",
-    "-shared",
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
@@ -106,25 +110,14 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
     Raises:
         RuntimeError: there is no g++, or it does not accept the source (with its messages).
     """
-    gxx = require_compiler()
-    launcher = _LAUNCHER.read_text(encoding="utf-8").replace("#pragma once", "")
-    source = f'{source}\n#line 1 "platform/launch.cuh"\n{launcher}'
-    macros = tuple(f"-D{name}={value}" for name, value in (defines or {}).items())
+    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED))
     further = os.environ.get("CUPYFLASH_EMULATED_FLAGS", "").split()
-    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED), *further, *macros)
-    key = hashlib.sha256("\0".join((_version(gxx), *flags, source)).encode()).hexdigest()[:32]
-    path = cache_directory() / f"{key}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _compile(gxx, flags, source, path)
+    switches = (flag for flag in further if flag.startswith("-D"))
+    launcher = _built("o", ("-c", *flags, "-g", *switches), flatten(_LAUNCHER, "emulated"))
+    macros = (f"-D{name}={value}" for name, value in (defines or {}).items())
+    path = _built("so", ("-shared", *flags, *further, *macros), source, launcher)
     library = ctypes.CDLL(str(path))
-    library.emulated_launch.restype = ctypes.c_int
-    u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-    library.emulated_launch.argtypes = [
-        *(pointer, u32, u32, u64, ctypes.c_char_p, u64),  # kernel, grid, threads, shared bytes, parameters, their bytes
-        *(u64, u32, u32, u32),  # seed, order, copy mode, workers
-        *(ctypes.c_char_p, u64),  # room for the error message
-    ]
+    library.emulated_launch.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64]
     return Library(path, library)
 
 
@@ -169,12 +162,14 @@ def launch(
         raise ValueError(f"order is {order!r}; it must be one of {_ORDERS}")
     if copy_mode not in _COPY_MODES:
         raise ValueError(f"copy_mode is {copy_mode!r}; it must be one of {_COPY_MODES}")
-    kernel = ctypes.cast(getattr(library.handle, kernel_name), ctypes.c_void_p)
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    choices = (seed, _ORDERS.index(order), _COPY_MODES.index(copy_mode), workers)
-    failed = library.handle.emulated_launch(
-        kernel, grid, threads, shared_bytes, params, len(params), *choices, message, len(message)
+    kernel = ctypes.cast(getattr(library.handle, kernel_name), ctypes.c_void_p).value
+    own_params = ctypes.create_string_buffer(params, len(params))
+    packed = _LAUNCH.pack(
+        *(kernel, ctypes.addressof(own_params), len(params), shared_bytes, seed),
+        *(grid, threads, workers, _ORDERS.index(order), _COPY_MODES.index(copy_mode)),
     )
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    failed = library.handle.emulated_launch(packed, message, len(message))
     if failed:
         raise RuntimeError(f"{kernel_name}: {message.value.decode()}")
 
@@ -200,14 +195,24 @@ def _version(gxx: str) -> str:
     return subprocess.run([gxx, "--version"], check=True, capture_output=True, text=True).stdout
 
 
-def _compile(gxx: str, flags: Sequence[str], source: str, path: Path) -> None:
-    """Writes to a temporary file first: other processes may be building the same source."""
+def _built(suffix: str, flags: Sequence[str], source: str, *objects: Path) -> Path:
+    """What g++ makes of a source and objects, from the cache if it is there.
+
+    Written to a temporary file first: other processes may be building the same.
+    """
+    gxx = require_compiler()
+    key = hashlib.sha256("\0".join((_version(gxx), *flags, source, *map(str, objects))).encode()).hexdigest()[:32]
+    path = cache_directory() / f"{key}.{suffix}"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         built = Path(directory) / path.name
         # "-x c++ -": the #line directives name the real files, so no copy of the flattened source has to be kept.
-        command = [gxx, *flags, "-x", "c++", "-", "-o", str(built)]
+        command = [gxx, *flags, "-x", "c++", "-", "-x", "none", *map(str, objects), "-o", str(built)]
         result = subprocess.run(command, input=source, capture_output=True, text=True)
         if result.returncode:
             raise RuntimeError(f"g++ could not build the kernel:\n{result.stderr}")
         for product in sorted(Path(directory).iterdir(), key=lambda product: product == built):  # notes of gcov, if any
             os.replace(product, path.parent / product.name)
+    return path

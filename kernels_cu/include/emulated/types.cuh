@@ -1,5 +1,5 @@
 // Element types, address types and the words that every kernel is written with. Host side: the twin of ptx/types.cuh.
-// No standard header is included before the kernel (launch.cuh comes after it), so that a kernel which leans on one
+// No standard header is included before the kernel (launch.cu is built apart), so that a kernel which leans on one
 // does not compile here, as it would not under NVRTC.
 #pragma once
 
@@ -40,9 +40,8 @@ struct BFloat16 {
 
 /// Address in the block's shared window. A 32-bit number, not a pointer, as on the GPU.
 using SharedAddress = u32;
-DEVICE SharedAddress shared_address(const void* pointer);
 
-// What the headers of this folder ask of the block that is running; launch.cuh has the bodies.
+// What the headers of this folder ask of the block that is running; launch.cu has the bodies.
 namespace emulated {
 
 /// Shared addresses start here, so that 0 is not one; it keeps the arena's alignment.
@@ -53,10 +52,16 @@ constexpr SharedAddress kSharedBase = 1024;
 
 /// The block's shared memory, of which the caller wants the first `bytes`.
 u8* shared_memory(u64 bytes);
+/// How far into it a host address lies.
+u32 shared_offset(const void* pointer);
 /// Host address of `bytes` bytes at `address`; they must lie in shared memory and be aligned to their size.
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who);
 
 }  // namespace emulated
+
+DEVICE SharedAddress shared_address(const void* pointer) {
+    return emulated::kSharedBase + emulated::shared_offset(pointer);
+}
 
 /// Where the block's shared memory begins. A macro, for it is another place in every host thread.
 #define dynamic_shared_memory emulated::shared_memory(0)

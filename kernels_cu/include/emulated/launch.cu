@@ -1,14 +1,15 @@
-// The emulated device: runs a kernel for every block of a grid, one fiber per thread. emulated.py puts this file after the
-// kernel, so that the standard headers below stay out of the kernel's sight.
+// The emulated device: runs a kernel for every block of a grid, one fiber per thread. A translation unit of its own, built
+// once for all kernels, whose sight the standard headers below stay out of.
 //
 // Only one fiber of a block runs at a time, until it waits at a collective; which one is next is the scheduler's
 // choice (Order). A fiber that waits is switched away from in a few nanoseconds, without a system call. The threads of
 // a warp are fibers of their own: between collectives they do not move in step, as on any GPU since Volta.
-#pragma once
+#define CF_SHARED_BYTES 0  // of a kernel; there is none in this file
+#include "platform/block.cuh"
 
 #include <dlfcn.h>
 #include <sys/mman.h>
-#include <unistd.h>
+#include <ucontext.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,12 +29,6 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-#if defined(__x86_64__) && defined(__linux__) && !defined(CF_EMULATED_UCONTEXT)
-#define CF_EMULATED_SWITCH 1
-#else
-#include <ucontext.h>
-#endif
-
 namespace emulated {
 
 using Kernel = void (*)(const void* params);
@@ -50,16 +45,14 @@ struct Pace {
     std::atomic<u64> steps{0};  // that threads have given way
 };
 
+/// As emulated.py packs it.
 struct Launch {
     Kernel kernel;
-    u32 grid;
-    u32 threads;
-    u64 shared_bytes;
     const void* params;
-    u64 seed;
+    u64 params_bytes, shared_bytes, seed;
+    u32 grid, threads, workers;
     Order order;
     CopyMode copy_mode;
-    Pace& pace;
 };
 
 constexpr u32 kMaxWarps = 32;
@@ -72,44 +65,13 @@ constexpr u16 kPoison = 0xffd5;
 // ---- Contexts: a stack and where it was left.
 
 struct Context {
-#if defined(CF_EMULATED_SWITCH)
-    void* stack_pointer = nullptr;
-#else
-    ucontext_t registers;
-#endif
+    ucontext_t start;  // on its stack
+    bool started = true;
+    void* left_at[5];  // after that
     void* stack = nullptr;
     u64 stack_bytes = 0;
     void* sanitizer_stack = nullptr;
 };
-
-#if defined(CF_EMULATED_SWITCH)
-// Saves the registers a callee must preserve on the old stack and takes the new stack's; the rest is the compiler's.
-extern "C" __attribute__((visibility("hidden"))) void emulated_switch(void** save_stack_pointer, void* stack_pointer);
-asm(R"(
-    .pushsection .text
-    .p2align 4
-    .hidden emulated_switch
-    .type emulated_switch, @function
-emulated_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-    .size emulated_switch, . - emulated_switch
-    .popsection
-)");
-#endif
 
 /// Threads leave their last frames without returning from them; AddressSanitizer must not hold that against the next user.
 void forget_frames([[maybe_unused]] void* stack, [[maybe_unused]] u64 bytes) {
@@ -121,48 +83,46 @@ void forget_frames([[maybe_unused]] void* stack, [[maybe_unused]] u64 bytes) {
 /// Makes `context` start in `entry` on its stack when it is switched to.
 void prepare(Context& context, void (*entry)(), u64 stack_offset) {
     forget_frames(context.stack, context.stack_bytes);
-#if defined(CF_EMULATED_SWITCH)
-    auto* top = reinterpret_cast<void**>(static_cast<u8*>(context.stack) + context.stack_bytes - stack_offset);
-    *--top = nullptr;                         // the return address of entry, which does not return
-    *--top = reinterpret_cast<void*>(entry);  // where emulated_switch returns to
-    for (u32 n = 0; n < 6; ++n)
-        *--top = nullptr;  // the registers it takes
-    context.stack_pointer = top;
-#else
-    getcontext(&context.registers);
-    context.registers.uc_stack.ss_sp = context.stack;
-    context.registers.uc_stack.ss_size = context.stack_bytes - stack_offset;
-    context.registers.uc_link = nullptr;
-    makecontext(&context.registers, entry, 0);
-#endif
+    getcontext(&context.start);
+    context.start.uc_stack.ss_sp = context.stack;
+    context.start.uc_stack.ss_size = context.stack_bytes - stack_offset;
+    context.start.uc_link = nullptr;
+    makecontext(&context.start, entry, 0);
+    context.started = false;
 }
 
-/// `leaving`: `from` will not be continued.
+/// Not part of switch_context, because both ends of a jump may not be in one function. To AddressSanitizer, a jump would
+/// leave frames for good.
+[[noreturn]] __attribute__((noinline, no_sanitize_address)) void go_on(Context& context) {
+    if (context.started)
+        __builtin_longjmp(context.left_at, 1);
+    context.started = true;
+    setcontext(&context.start);
+    std::abort();
+}
+
+/// `leaving`: `from` will not be continued. A jump and no swapcontext, which would ask the system for the signal mask.
 void switch_context(Context& from, Context& to, [[maybe_unused]] bool leaving) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(leaving ? nullptr : &from.sanitizer_stack, to.stack, to.stack_bytes);
 #endif
-#if defined(CF_EMULATED_SWITCH)
-    emulated_switch(&from.stack_pointer, to.stack_pointer);
-#else
-    swapcontext(&from.registers, &to.registers);
-#endif
+    if (__builtin_setjmp(from.left_at) == 0)
+        go_on(to);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(from.sanitizer_stack, nullptr, nullptr);
 #endif
 }
 
-/// The stacks of one block's fibers, reused from block to block. A page below each one is out of bounds.
+/// The stacks of one block's fibers, reused from block to block. What is below each one is out of bounds.
 class Stacks {
   public:
-    explicit Stacks(u32 count) : page_(static_cast<u64>(sysconf(_SC_PAGESIZE))), bytes_(count * stride()) {
-        memory_ = static_cast<u8*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    explicit Stacks(u32 count) : bytes_(count * (kGuardBytes + kStackBytes)) {
+        memory_ =
+            static_cast<u8*>(mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
         if (memory_ == MAP_FAILED) {
             std::perror("emulated: no memory for the threads' stacks");
             std::abort();
         }
-        for (u32 n = 0; n < count; ++n)
-            mprotect(memory_ + n * stride(), page_, PROT_NONE);
     }
     ~Stacks() {
         forget_frames(memory_, bytes_);
@@ -172,19 +132,13 @@ class Stacks {
     Stacks& operator=(const Stacks&) = delete;
 
     void assign(Context& context, u32 n) {
-        context.stack = memory_ + n * stride() + page_;
+        context.stack = memory_ + n * (kGuardBytes + kStackBytes) + kGuardBytes;
         context.stack_bytes = kStackBytes;
+        mprotect(context.stack, kStackBytes, PROT_READ | PROT_WRITE);
     }
 
   private:
-#if defined(__SANITIZE_ADDRESS__)
-    static constexpr u64 kStackBytes = 256 * 1024;
-#else
-    static constexpr u64 kStackBytes = 128 * 1024;
-#endif
-    u64 stride() const { return kStackBytes + page_; }
-
-    u64 page_;
+    static constexpr u64 kStackBytes = 256 * 1024, kGuardBytes = 64 * 1024;  // multiples of any page
     u64 bytes_;
     u8* memory_;
 };
@@ -246,8 +200,9 @@ Memory allocate(u64 bytes, u64 alignment) {
 }
 
 struct Block {
-    Block(const Launch& launch_, Stacks& stacks)
+    Block(const Launch& launch_, Pace& pace_, Stacks& stacks)
         : launch(launch_),
+          pace(pace_),
           warps_used(launch_.threads / kLanes),
           fibers(launch_.threads),
           shared(allocate(launch_.shared_bytes, kSharedAlignment)),
@@ -257,6 +212,7 @@ struct Block {
     }
 
     const Launch& launch;
+    Pace& pace;
     u32 index = 0;
     u32 current = 0;  // the running thread
     std::string error;
@@ -329,10 +285,17 @@ void suspend(const char* name) {
     __builtin_unreachable();
 }
 
-[[noreturn]] void end_block(const std::string& message) {
-    block->error = "block " + std::to_string(block->index) + ", thread " + std::to_string(block->current) + " (warp " +
-                   std::to_string(block->current / kLanes) + ", lane " + std::to_string(block->current % kLanes) +
-                   "): " + message;
+void fail(const char* format, ...) {
+    char message[512];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    const u32 warp = block->current / kLanes, lane = block->current % kLanes;
+    char who[128];
+    std::snprintf(who, sizeof who, "block %u, thread %u (warp %u, lane %u): ", block->index, block->current, warp,
+                  lane);
+    block->error = std::string(who) + message;
     leave();
 }
 
@@ -372,14 +335,19 @@ void start(Unit unit, Work* work) {
         perform(unit, own.items.size() - 1);
 }
 
+/// One of a unit's works; false if there is none.
+bool perform_any(Unit unit) {
+    const u64 count = queue(unit).items.size();
+    if (count != 0)
+        perform(unit, random(static_cast<u32>(count)));
+    return count != 0;
+}
+
 /// A thread that comes to a meeting may find that some work has been done.
 void perform_some() {
-    for (u32 n = 0; n < std::size(kUnits); ++n) {
-        const Unit unit = static_cast<Unit>(n);
-        const u32 count = static_cast<u32>(queue(unit).items.size());
-        if (count != 0 && block->modes[n] == CopyMode::kRandom && random(kUnits[n].patience) == 0)
-            perform(unit, random(count));
-    }
+    for (u32 n = 0; n < std::size(kUnits); ++n)
+        if (block->modes[n] == CopyMode::kRandom && random(kUnits[n].patience) == 0)
+            perform_any(static_cast<Unit>(n));
 }
 
 void wait(Unit unit, u32 pending) {
@@ -394,12 +362,12 @@ void start_product(Work* work, const Signature& signature) {
     Warp& own = warp();
     std::vector<Signature>& started = block->products[block->current / kWarpgroup];
     if (!own.fenced)
-        end_block("wgmma: no wgmma_fence since the last wgmma_wait");
+        fail("wgmma: no wgmma_fence since the last wgmma_wait");
     const u64 n = own.products_started++;
     if (n == started.size())
         started.push_back(signature);
     else if (std::memcmp(&started[n], &signature, sizeof signature) != 0)
-        end_block("wgmma: product " + std::to_string(n) + " is not that of the other warps of its warpgroup");
+        fail("wgmma: product %llu is not that of the other warps of its warpgroup", n);
     start(Unit::kProducts, work);
 }
 
@@ -411,15 +379,15 @@ void wait_products(u32 pending) {
     Warp& own = warp();
     const Queue& products = own.products;
     if (!products.items.empty() && products.items.back().group == products.groups_committed)
-        end_block("wgmma_wait: no wgmma_commit since the last product");
+        fail("wgmma_wait: no wgmma_commit since the last product");
     own.fenced = false;
     wait(Unit::kProducts, pending);
 }
 
 void check_finished(Unit unit) {
+    const UnitTraits& traits = kUnits[static_cast<u32>(unit)];
     if (const u64 left = queue(unit).items.size(); left != 0)
-        end_block("returned with " + std::to_string(left) + " " + kUnits[static_cast<u32>(unit)].works + " that no " +
-                  kUnits[static_cast<u32>(unit)].wait + " has covered");
+        fail("returned with %llu %s that no %s has covered", left, traits.works, traits.wait);
 }
 
 // ---- Waiting.
@@ -446,10 +414,17 @@ std::string describe_waiting() {
     return text;
 }
 
-/// Leaves the current thread, which may be ready or not, for the next one that is.
+/// Leaves the current thread, which may be ready or not, for one that is.
+void go_to(u32 warp, u32 lane) {
+    Fiber& from = fiber();
+    block->current = warp * kLanes + lane;
+    if (&fiber() != &from)
+        switch_context(from.context, fiber().context, from.returned);
+}
+
 void run_next() {
-    while (block->ready_warps == 0 && !block->loads.items.empty())
-        perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
+    while (block->ready_warps == 0 && perform_any(Unit::kLoads)) {
+    }
     if (block->ready_warps == 0) {
         block->error = "block " + std::to_string(block->index) + ": deadlock, every thread waits" + describe_waiting();
         leave();
@@ -458,10 +433,7 @@ void run_next() {
     // Random order mostly stays in a warp: long runs of one warp expose more than a fair shuffle.
     if (block->launch.order != Order::kRandom || block->warps[warp].ready == 0 || random(16) == 0)
         warp = pick(block->ready_warps);
-    Fiber& from = fiber();
-    block->current = warp * kLanes + pick(block->warps[warp].ready);
-    if (&fiber() != &from)
-        switch_context(from.context, fiber().context, from.returned);
+    go_to(warp, pick(block->warps[warp].ready));
 }
 
 void meet_warp(const char* name, void* operands, WarpOperation operation) {
@@ -471,7 +443,7 @@ void meet_warp(const char* name, void* operands, WarpOperation operation) {
     if (warp.arrived != 0) {
         const char* other = block->fibers[w * kLanes + static_cast<u32>(__builtin_ctz(warp.arrived))].waits_at;
         if (other != name && std::strcmp(other, name) != 0)  // equal names mostly are one string
-            end_block(std::string("at ") + name + " while other lanes of its warp wait at " + other);
+            fail("at %s while other lanes of its warp wait at %s", name, other);
     }
     warp.operands[l] = operands;
     warp.arrived |= 1u << l;
@@ -497,7 +469,7 @@ void release_barrier() {
 bool meet_block(const char* name, bool predicate) {
     perform_some();
     if (block->at_barrier != 0 && std::strcmp(block->barrier, name) != 0)
-        end_block(std::string("at ") + name + " while other threads of the block wait at " + block->barrier);
+        fail("at %s while other threads of the block wait at %s", name, block->barrier);
     block->barrier = name;
     block->any = block->any || predicate;
     ++block->at_barrier;
@@ -527,7 +499,7 @@ void wake(const void* object) {
 }
 
 void give_way() {
-    ++block->launch.pace.steps;
+    ++block->pace.steps;
     perform_some();
     run_next();
 }
@@ -536,23 +508,20 @@ void give_way() {
 /// until no thread can run.
 void poll() {
     constexpr u32 kLoadsPatience = 16;
-    ++block->launch.pace.steps;
+    ++block->pace.steps;
     perform_some();
-    if (!block->loads.items.empty() && random(kLoadsPatience) == 0)
-        perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
-    Fiber& from = fiber();
-    const u32 warp = pick_any(block->ready_warps);
-    block->current = warp * kLanes + pick_any(block->warps[warp].ready);
-    if (&fiber() != &from)
-        switch_context(from.context, fiber().context, false);
-    else
+    if (random(kLoadsPatience) == 0)
+        perform_any(Unit::kLoads);
+    const u32 own = block->current, warp = pick_any(block->ready_warps), lane = pick_any(block->warps[warp].ready);
+    if (warp * kLanes + lane == own)
         std::this_thread::yield();  // to another block's
+    go_to(warp, lane);
 }
 
 /// Until they have done so many steps, or all of them have ended or lag, too.
 void lag() {
     constexpr u32 kMostSteps = 1024;
-    Pace& pace = block->launch.pace;
+    Pace& pace = block->pace;
     const u64 end = pace.steps + random(kMostSteps);
     --pace.awake;
     while (pace.awake != 0 && pace.steps < end)
@@ -569,10 +538,8 @@ void lag() {
     if (block->running == 1) {
         check_finished(Unit::kLoads);
         for (u32 w = 0; w < block->warps_used; ++w)
-            if (block->warps[w].products_started != block->products[w / 4].size())
-                end_block("warp " + std::to_string(w) + " took part in " +
-                          std::to_string(block->warps[w].products_started) + " of the " +
-                          std::to_string(block->products[w / 4].size()) + " products of its warpgroup");
+            if (const u64 took = block->warps[w].products_started, all = block->products[w / 4].size(); took != all)
+                fail("warp %u took part in %llu of the %llu products of its warpgroup", w, took, all);
     }
     fiber().returned = true;
     suspend(nullptr);
@@ -639,15 +606,6 @@ bool run(Block& own, u32 index) {
 
 // ---- What the other headers call.
 
-void fail(const char* format, ...) {
-    char message[512];
-    va_list arguments;
-    va_start(arguments, format);
-    std::vsnprintf(message, sizeof message, format, arguments);
-    va_end(arguments);
-    end_block(message);
-}
-
 u32 thread_index() { return block->current; }
 u32 block_index() { return block->index; }
 u32 block_threads() { return block->launch.threads; }
@@ -659,6 +617,13 @@ u8* shared_memory(u64 bytes) {
         fail("the kernel uses %llu bytes of shared memory but is launched with %llu", bytes,
              block->launch.shared_bytes);
     return block->shared.get();
+}
+
+u32 shared_offset(const void* pointer) {
+    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - block->shared.get());
+    if (offset > block->launch.shared_bytes)
+        fail("shared_address: %p is not in shared memory", pointer);
+    return static_cast<u32>(offset);
 }
 
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
@@ -704,45 +669,28 @@ std::vector<u32> block_order(const Launch& launch) {
 
 }  // namespace emulated
 
-DEVICE SharedAddress shared_address(const void* pointer) {
-    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - emulated::block->shared.get());
-    if (offset > emulated::block->launch.shared_bytes)
-        emulated::fail("shared_address: %p is not in shared memory", pointer);
-    return emulated::kSharedBase + static_cast<u32>(offset);
-}
-
-/// Runs kernel(params) over `grid` blocks on `workers` host threads. Returns 0, or 1 with the reason in `message`.
-extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::Kernel kernel, u32 grid, u32 threads,
-                                                                      u64 shared_bytes, const void* params,
-                                                                      u64 params_bytes, u64 seed, u32 order,
-                                                                      u32 copy_mode, u32 workers, char* message,
+/// Runs a kernel over its grid. Returns 0, or 1 with the reason in `message`.
+extern "C" __attribute__((visibility("default"))) int emulated_launch(const emulated::Launch* packed, char* message,
                                                                       u64 message_bytes) {
     using namespace emulated;
+    Launch launch = *packed;
     // A copy of exactly this size, so that AddressSanitizer sees a kernel read beyond it; aligned for tensor maps.
-    const Memory own_params = allocate(params_bytes, 64);
-    std::memcpy(own_params.get(), params, params_bytes);
-    Pace pace{{workers}};
-    const Launch launch = {kernel,
-                           grid,
-                           threads,
-                           shared_bytes,
-                           own_params.get(),
-                           seed,
-                           static_cast<Order>(order),
-                           static_cast<CopyMode>(copy_mode),
-                           pace};
+    const Memory params = allocate(launch.params_bytes, 64);
+    std::memcpy(params.get(), launch.params, launch.params_bytes);
+    launch.params = params.get();
+    Pace pace{{launch.workers}};
     const std::vector<u32> blocks = block_order(launch);
     std::atomic<u32> next{0};
     std::mutex mutex;
     std::string error;
 
     auto work = [&] {
-        Stacks stacks(threads);
-        Block own_block(launch, stacks);
-        for (u32 n; (n = next++) < grid;) {
+        Stacks stacks(launch.threads);
+        Block own_block(launch, pace, stacks);
+        for (u32 n; (n = next++) < launch.grid;) {
             if (run(own_block, blocks[n]))
                 continue;
-            next = grid;  // the others finish the block they are at
+            next = launch.grid;  // the others finish the block they are at
             const std::lock_guard<std::mutex> lock(mutex);
             if (error.empty())
                 error = own_block.error;
@@ -750,7 +698,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
         --pace.awake;
     };
     std::vector<std::thread> others;
-    for (u32 n = 1; n < workers; ++n)
+    for (u32 n = 1; n < launch.workers; ++n)
         others.emplace_back(work);
     work();
     for (std::thread& other : others)
@@ -760,17 +708,12 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
     return error.empty() ? 0 : 1;
 }
 
-// ---- Reads of memory that nobody has written: emulated.py, WATCHED. The compiler calls these at every access.
+// ---- Reads of memory that nobody has written: the compiler calls these at every access of a kernel (emulated.py, WATCHED).
 
-#if defined(CF_EMULATED_WATCHED)
+#if !defined(__SANITIZE_ADDRESS__)
 namespace emulated {
 
-thread_local bool is_checking = false;  // what the check itself reads
-
-__attribute__((no_sanitize_address)) void check_read(u64 address, u64 bytes, void* reader) {
-    if (block == nullptr || is_checking)
-        return;
-    is_checking = true;
+void check_read(u64 address, u64 bytes, void* reader) {
     // Only shared memory is read by 2 bytes; elsewhere such a read is half of something else.
     const u64 offset = address - reinterpret_cast<u64>(block->shared.get());
     const u64 element = bytes == 2 && offset < block->launch.shared_bytes ? 2 : 4;
@@ -779,28 +722,26 @@ __attribute__((no_sanitize_address)) void check_read(u64 address, u64 bytes, voi
         if (halves[n / 2] == kPoison && halves[(n + element) / 2 - 1] == kPoison) {
             Dl_info library;
             dladdr(reader, &library);
-            is_checking = false;
             fail("reads memory that nobody has written; addr2line -i -e %s %#llx names the line", library.dli_fname,
                  static_cast<u64>(static_cast<u8*>(reader) - static_cast<u8*>(library.dli_fbase)) - 1);
         }
-    is_checking = false;
 }
 
 }  // namespace emulated
 
-#define CF_ACCESS(size, bytes)                                                                      \
-    extern "C" __attribute__((no_sanitize_address)) void __asan_load##size##_noabort(u64 address) { \
-        emulated::check_read(address, bytes, __builtin_return_address(0));                          \
-    }                                                                                               \
-    extern "C" __attribute__((no_sanitize_address)) void __asan_store##size##_noabort(u64) {}
-CF_ACCESS(1, 1)
-CF_ACCESS(2, 2)
-CF_ACCESS(4, 4)
-CF_ACCESS(8, 8)
-CF_ACCESS(16, 16)
-extern "C" __attribute__((no_sanitize_address)) void __asan_loadN_noabort(u64 address, u64 bytes) {
+#define CF_ACCESS(size)                                                   \
+    extern "C" void __asan_load##size##_noabort(u64 address) {            \
+        emulated::check_read(address, size, __builtin_return_address(0)); \
+    }                                                                     \
+    extern "C" void __asan_store##size##_noabort(u64) {}
+CF_ACCESS(1)
+CF_ACCESS(2)
+CF_ACCESS(4)
+CF_ACCESS(8)
+CF_ACCESS(16)
+extern "C" void __asan_loadN_noabort(u64 address, u64 bytes) {
     emulated::check_read(address, bytes, __builtin_return_address(0));
 }
-extern "C" __attribute__((no_sanitize_address)) void __asan_storeN_noabort(u64, u64) {}
+extern "C" void __asan_storeN_noabort(u64, u64) {}
 extern "C" void __asan_handle_no_return() {}
 #endif
