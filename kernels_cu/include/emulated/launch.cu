@@ -55,8 +55,7 @@ struct Launch {
     CopyMode copy_mode;
 };
 
-constexpr u32 kMaxWarps = 32;
-constexpr u32 kMaxThreads = kLanes * kMaxWarps;
+constexpr u32 kMaxThreads = 1024;
 constexpr u64 kSharedAlignment = 1024;
 // What memory holds that nobody has written (host.py fills workspaces with it too). NaN in every floating-point type, so
 // that it shows in results, and no NaN that anybody else makes, so that reads of it can be reported.
@@ -123,6 +122,8 @@ class Stacks {
             std::perror("emulated: no memory for the threads' stacks");
             std::abort();
         }
+        for (u32 n = 0; n < count; ++n)
+            mprotect(stack(n), kStackBytes, PROT_READ | PROT_WRITE);
     }
     ~Stacks() {
         forget_frames(memory_, bytes_);
@@ -132,13 +133,14 @@ class Stacks {
     Stacks& operator=(const Stacks&) = delete;
 
     void assign(Context& context, u32 n) {
-        context.stack = memory_ + n * (kGuardBytes + kStackBytes) + kGuardBytes;
+        context.stack = stack(n);
         context.stack_bytes = kStackBytes;
-        mprotect(context.stack, kStackBytes, PROT_READ | PROT_WRITE);
     }
 
   private:
     static constexpr u64 kStackBytes = 256 * 1024, kGuardBytes = 64 * 1024;  // multiples of any page
+    u8* stack(u32 n) { return memory_ + n * (kGuardBytes + kStackBytes) + kGuardBytes; }
+
     u64 bytes_;
     u8* memory_;
 };
@@ -178,60 +180,45 @@ struct Fiber {
 struct Warp {
     void* operands[kLanes];
     // Lanes, one bit each:
-    u32 arrived = 0;  // at the current collective
-    u32 ready = 0;    // able to run
-    u32 running = 0;  // not yet returned
+    u32 arrived = 0;    // at the current collective
+    u32 ready = 0;      // able to run
+    u32 running = ~0u;  // not yet returned
     Queue products;
     u64 products_started = 0;
     bool fenced = false;  // since the last wait for products
 };
 
-struct Free {
-    void operator()(u8* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<u8, Free>;
+using Memory = std::unique_ptr<u8, decltype(&std::free)>;
 
 /// Exactly as large as asked for, so that AddressSanitizer sees the end.
 Memory allocate(u64 bytes, u64 alignment) {
     void* memory = nullptr;
     if (bytes != 0 && posix_memalign(&memory, alignment, bytes) != 0)
         std::abort();
-    return Memory(static_cast<u8*>(memory));
+    return Memory(static_cast<u8*>(memory), &std::free);
 }
 
 struct Block {
-    Block(const Launch& launch_, Pace& pace_, Stacks& stacks)
-        : launch(launch_),
-          pace(pace_),
-          warps_used(launch_.threads / kLanes),
-          fibers(launch_.threads),
-          shared(allocate(launch_.shared_bytes, kSharedAlignment)),
-          async_view(allocate(launch_.shared_bytes, kSharedAlignment)) {
-        for (u32 n = 0; n < launch.threads; ++n)
-            stacks.assign(fibers[n].context, n);
-    }
-
     const Launch& launch;
     Pace& pace;
-    u32 index = 0;
-    u32 current = 0;  // the running thread
-    std::string error;
-    BlockState state;
-    u32 warps_used;
-    std::vector<Fiber> fibers;
-    Warp warps[kMaxWarps];
+    const u32 index;
+    u64 random_state = ((launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull) | 1;
+    std::vector<Fiber> fibers{launch.threads};
+    std::vector<Warp> warps{launch.threads / kLanes};
+    u32 current = 0;      // the running thread
     u32 ready_warps = 0;  // warps with a lane that can run, one bit each
-    u32 running = 0;      // threads that have not returned
+    u32 running = launch.threads;
     u32 at_barrier = 0;
     const char* barrier = nullptr;
-    bool any = false;
-    bool any_result = false;
-    u64 random_state = 1;
-    Context main;
+    bool any = false, any_result = false;
     CopyMode modes[std::size(kUnits)];  // of the units in this block
     Queue loads;
     std::vector<Signature> products[kMaxThreads / kWarpgroup];  // of each warpgroup, by the first warp to start them
-    Memory shared, async_view;
+    Memory shared = allocate(launch.shared_bytes, kSharedAlignment),
+           async_view = allocate(launch.shared_bytes, kSharedAlignment);
+    BlockState state = {};
+    Context main;
+    std::string error;
 };
 
 /// The block that this host thread is running. Fibers never move between host threads.
@@ -257,14 +244,10 @@ u32 pick_any(u32 mask) {
 
 /// The same by the launch's order.
 u32 pick(u32 mask) {
-    switch (block->launch.order) {
-        case Order::kForward:
-            return static_cast<u32>(__builtin_ctz(mask));
-        case Order::kReverse:
-            return 31 - static_cast<u32>(__builtin_clz(mask));
-        case Order::kRandom:
-            break;
-    }
+    if (block->launch.order == Order::kForward)
+        return static_cast<u32>(__builtin_ctz(mask));
+    if (block->launch.order == Order::kReverse)
+        return 31 - static_cast<u32>(__builtin_clz(mask));
     return pick_any(mask);
 }
 
@@ -302,17 +285,9 @@ void fail(const char* format, ...) {
 // ---- Asynchronous work.
 
 Queue& queue(Unit unit) {
-    switch (unit) {
-        case Unit::kCopies:
-            return fiber().copies;
-        case Unit::kStores:
-            return fiber().stores;
-        case Unit::kProducts:
-            return warp().products;
-        case Unit::kLoads:
-            break;
-    }
-    return block->loads;
+    if (unit == Unit::kLoads)
+        return block->loads;
+    return unit == Unit::kProducts ? warp().products : unit == Unit::kStores ? fiber().stores : fiber().copies;
 }
 
 /// Performs the n-th of a queue unless that has been done; of products, all before it too.
@@ -346,8 +321,9 @@ bool perform_any(Unit unit) {
 /// A thread that comes to a meeting may find that some work has been done.
 void perform_some() {
     for (u32 n = 0; n < std::size(kUnits); ++n)
-        if (block->modes[n] == CopyMode::kRandom && random(kUnits[n].patience) == 0)
-            perform_any(static_cast<Unit>(n));
+        if (const Unit unit = static_cast<Unit>(n);
+            block->modes[n] == CopyMode::kRandom && !queue(unit).items.empty() && random(kUnits[n].patience) == 0)
+            perform_any(unit);
 }
 
 void wait(Unit unit, u32 pending) {
@@ -462,7 +438,7 @@ void release_barrier() {
     block->at_barrier = 0;
     block->any_result = block->any;
     block->any = false;
-    for (u32 w = 0; w < block->warps_used; ++w)
+    for (u32 w = 0; w < block->warps.size(); ++w)
         set_ready(w, block->warps[w].running);
 }
 
@@ -532,12 +508,21 @@ void lag() {
 // ---- Running.
 
 [[noreturn]] void run_fiber() {
+#if defined(__SANITIZE_ADDRESS__)
+    const void* previous_stack;
+    size_t previous_bytes;
+    __sanitizer_finish_switch_fiber(nullptr, &previous_stack, &previous_bytes);
+    if (block->main.stack == nullptr) {  // the very first fiber is entered from run(), whose stack nobody else knows
+        block->main.stack = const_cast<void*>(previous_stack);
+        block->main.stack_bytes = previous_bytes;
+    }
+#endif
     block->launch.kernel(block->launch.params);
     for (const Unit unit : {Unit::kCopies, Unit::kStores, Unit::kProducts})
         check_finished(unit);
     if (block->running == 1) {
         check_finished(Unit::kLoads);
-        for (u32 w = 0; w < block->warps_used; ++w)
+        for (u32 w = 0; w < block->warps.size(); ++w)
             if (const u64 took = block->warps[w].products_started, all = block->products[w / 4].size(); took != all)
                 fail("warp %u took part in %llu of the %llu products of its warpgroup", w, took, all);
     }
@@ -553,55 +538,24 @@ void lag() {
     __builtin_unreachable();
 }
 
-void start_fiber() {
-#if defined(__SANITIZE_ADDRESS__)
-    const void* previous_stack;
-    u64 previous_bytes;
-    static_assert(sizeof(size_t) == sizeof previous_bytes);
-    __sanitizer_finish_switch_fiber(nullptr, &previous_stack, reinterpret_cast<size_t*>(&previous_bytes));
-    // The very first fiber is entered from run(), whose stack nobody else knows.
-    if (block->main.stack == nullptr) {
-        block->main.stack = const_cast<void*>(previous_stack);
-        block->main.stack_bytes = previous_bytes;
-    }
-#endif
-    run_fiber();
-}
-
-/// Runs block `index` to its end; false when it failed, with the reason in its `error`.
-bool run(Block& own, u32 index) {
+/// Runs a block to its end. If it fails, `error` has the reason.
+void run(Block& own, Stacks& stacks) {
     block = &own;
-    block->index = index;
-    block->random_state = (block->launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull;
-    if (block->random_state == 0)
-        block->random_state = 1;
-    if (block->launch.shared_bytes != 0) {
-        for (u8* memory : {block->shared.get(), block->async_view.get()})
-            std::fill_n(reinterpret_cast<u16*>(memory), block->launch.shared_bytes / sizeof(u16), kPoison);
-    }
-    block->state = {};
+    for (u8* memory : {own.shared.get(), own.async_view.get()})
+        std::fill_n(reinterpret_cast<u16*>(memory), own.launch.shared_bytes / sizeof(u16), kPoison);
     // At random, one unit may be as fast and another as slow as can be: together they show more than in step.
-    for (CopyMode& mode : block->modes)
-        mode =
-            block->launch.copy_mode == CopyMode::kRandom ? static_cast<CopyMode>(random(3)) : block->launch.copy_mode;
-    block->modes[static_cast<u32>(Unit::kCopies)] = block->launch.copy_mode;
-    block->running = block->launch.threads;
-    for (u32 w = 0; w < block->warps_used; ++w) {
-        block->warps[w].running = ~0u;
-        block->warps[w].products_started = 0;
-        block->warps[w].fenced = false;
-        block->products[w / 4].clear();
+    for (CopyMode& mode : own.modes)
+        mode = own.launch.copy_mode == CopyMode::kRandom ? static_cast<CopyMode>(random(3)) : own.launch.copy_mode;
+    own.modes[static_cast<u32>(Unit::kCopies)] = own.launch.copy_mode;
+    for (u32 w = 0; w < own.warps.size(); ++w)
         set_ready(w, ~0u);
-    }
-    for (u32 n = 0; n < block->launch.threads; ++n) {
-        Fiber& fiber = block->fibers[n];
-        fiber.returned = false;
+    for (u32 n = 0; n < own.launch.threads; ++n) {
+        stacks.assign(own.fibers[n].context, n);
         // All stacks begin at the same place of a page; shifting them keeps the busy ends out of the same cache sets.
-        prepare(fiber.context, &start_fiber, n % 64 * 64);
+        prepare(own.fibers[n].context, &run_fiber, n % 64 * 64);
     }
-    block->current = pick(block->ready_warps) * kLanes + pick(~0u);
-    switch_context(block->main, fiber().context, false);
-    return block->error.empty();
+    own.current = pick(own.ready_warps) * kLanes + pick(~0u);
+    switch_context(own.main, fiber().context, false);
 }
 
 // ---- What the other headers call.
@@ -686,14 +640,15 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(const emul
 
     auto work = [&] {
         Stacks stacks(launch.threads);
-        Block own_block(launch, pace, stacks);
         for (u32 n; (n = next++) < launch.grid;) {
-            if (run(own_block, blocks[n]))
+            Block own{launch, pace, blocks[n]};
+            run(own, stacks);
+            if (own.error.empty())
                 continue;
             next = launch.grid;  // the others finish the block they are at
             const std::lock_guard<std::mutex> lock(mutex);
             if (error.empty())
-                error = own_block.error;
+                error = own.error;
         }
         --pace.awake;
     };
