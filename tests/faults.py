@@ -1961,6 +1961,7 @@ def _fails(case, sources, answer):
 
 def failure(case, sources, seconds=60):
     """How a case fails with the kernels of a folder; empty if it does not."""
+    emulated_cases.prepared(case)  # here, for all faults that it catches
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
     process = fork.Process(target=_fails, args=(case, sources, there))

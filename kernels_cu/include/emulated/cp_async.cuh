@@ -7,26 +7,6 @@
 #include "platform/block.cuh"
 #include "platform/types.cuh"
 
-/// Word of kBytes bytes (a power of two up to 16), for copies through registers.
-template <u32 kBytes>
-struct Word;
-template <>
-struct Word<2> {
-    using type = u16;
-};
-template <>
-struct Word<4> {
-    using type = u32;
-};
-template <>
-struct Word<8> {
-    using type = uint2;
-};
-template <>
-struct Word<16> {
-    using type = uint4;
-};
-
 /// Starts copying kBytes (2, 4, 8 or 16; both addresses so aligned) to shared memory; with valid = false nothing is read
 /// and zeros are written.
 template <u32 kBytes>

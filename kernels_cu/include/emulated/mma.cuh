@@ -12,12 +12,6 @@
 
 namespace emulated {
 
-struct MmaOperands {
-    float* d;
-    const u32* a;
-    u32 b[2];
-};
-
 /// How many elements of T a register holds, and what they are as float32.
 template <typename T>
 struct Elements {
@@ -27,35 +21,62 @@ struct Elements {
 template <>
 struct Elements<float> {
     static constexpr u32 kCount = 1;
-    static float get(u32 bits, u32) {
-        return bits_to_float(bits & ~0x1fffu);
-    }  // the tensor core ignores the other bits
+    /// The tensor core ignores the other bits.
+    static float get(u32 bits, u32) { return bits_to_float(bits & ~0x1fffu); }
+};
+
+/// A[k][i] from the lanes' registers.
+template <typename T>
+void read_a(float (&A)[8 * Elements<T>::kCount][16], const u32* const (&a)[kLanes]) {
+    constexpr u32 kCount = Elements<T>::kCount;
+    for (u32 l = 0; l < kLanes; ++l)
+        for (u32 r = 0; r < 4; ++r)
+            for (u32 n = 0; n < kCount; ++n)
+                A[kCount * (l % 4 + 4 * (r / 2)) + n][l / 4 + 8 * (r % 2)] = Elements<T>::get(a[l][r], n);
+}
+
+/// D += or = A B. Of each 8 of its columns a lane holds four elements, as above.
+template <u32 kDepth, u32 kN>
+void add_product(float* const (&d)[kLanes], const float (&A)[kDepth][16], const float (&B)[kDepth][kN],
+                 bool accumulate) {
+    float D[16][kN] = {};
+    const auto place = [&](u32 l, u32 n) -> float& {
+        return D[l / 4 + 8 * (n / 2 % 2)][8 * (n / 4) + 2 * (l % 4) + n % 2];
+    };
+    for (u32 l = 0; l < kLanes && accumulate; ++l)
+        for (u32 n = 0; n < kN / 2; ++n)
+            place(l, n) = d[l][n];
+    for (u32 i = 0; i < 16; ++i)
+        for (u32 k = 0; k < kDepth; ++k)
+            for (u32 j = 0; j < kN; ++j)
+                D[i][j] += A[k][i] * B[k][j];
+    for (u32 l = 0; l < kLanes; ++l)
+        for (u32 n = 0; n < kN / 2; ++n)
+            d[l][n] = place(l, n);
+}
+
+struct MmaOperands {
+    float* d;
+    const u32* a;
+    u32 b[2];
 };
 
 template <typename T>
 void mma(void* const* lane) {
     constexpr u32 kCount = Elements<T>::kCount;
-    constexpr u32 kDepth = 8 * kCount;
-    float A[16][kDepth], B[kDepth][8], D[16][8];
+    float A[8 * kCount][16], B[8 * kCount][8];
+    float* d[kLanes];
+    const u32* a[kLanes];
     for (u32 l = 0; l < kLanes; ++l) {
         const MmaOperands& own = *static_cast<MmaOperands*>(lane[l]);
-        const u32 g = l / 4, t = l % 4;
-        for (u32 n = 0; n < kCount; ++n) {
-            for (u32 r = 0; r < 4; ++r)
-                A[g + 8 * (r % 2)][kCount * (t + 4 * (r / 2)) + n] = Elements<T>::get(own.a[r], n);
-            for (u32 r = 0; r < 2; ++r)
-                B[kCount * (t + 4 * r) + n][g] = Elements<T>::get(own.b[r], n);
-        }
-        for (u32 r = 0; r < 4; ++r)
-            D[g + 8 * (r / 2)][2 * t + r % 2] = own.d[r];
+        d[l] = own.d;
+        a[l] = own.a;
+        for (u32 r = 0; r < 2; ++r)
+            for (u32 n = 0; n < kCount; ++n)
+                B[kCount * (l % 4 + 4 * r) + n][l / 4] = Elements<T>::get(own.b[r], n);
     }
-    for (u32 i = 0; i < 16; ++i)
-        for (u32 k = 0; k < kDepth; ++k)
-            for (u32 j = 0; j < 8; ++j)
-                D[i][j] += A[i][k] * B[k][j];
-    for (u32 l = 0; l < kLanes; ++l)
-        for (u32 r = 0; r < 4; ++r)
-            static_cast<MmaOperands*>(lane[l])->d[r] = D[l / 4 + 8 * (r / 2)][2 * (l % 4) + r % 2];
+    read_a<T>(A, a);
+    add_product(d, A, B, true);
 }
 
 }  // namespace emulated

@@ -2,13 +2,7 @@
 // No standard header is included before the kernel (launch.cu is built apart), so that a kernel which leans on one
 // does not compile here, as it would not under NVRTC.
 #pragma once
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i32 = int;
-using i64 = long long;
+#include "words.cuh"
 
 /// Not `static`: explicit specialisations may not have a storage class. The library is built with hidden symbols instead.
 #define DEVICE inline
@@ -29,17 +23,6 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
     float x, y, z, w;
 };
-
-/// IEEE binary16 and bfloat16 as bits; arithmetic is done in float32 only.
-struct Float16 {
-    u16 bits;
-};
-struct BFloat16 {
-    u16 bits;
-};
-
-/// Address in the block's shared window. A 32-bit number, not a pointer, as on the GPU.
-using SharedAddress = u32;
 
 // What the headers of this folder ask of the block that is running; launch.cu has the bodies.
 namespace emulated {
