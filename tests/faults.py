@@ -20,6 +20,7 @@ import emulated_cases
 from cupyflash import kernels_cu
 
 KERNELS = Path(kernels_cu.__file__).parent
+FLAGS = "-O1"  # a fault costs a build, and mostly fails at the first launch
 
 
 @dataclass(frozen=True)
@@ -1982,6 +1983,7 @@ def main():
     parser.add_argument("names", nargs="*", help="faults; all by default")
     parser.add_argument("--cases", help="try the cases whose name has this word")
     args = parser.parse_args()
+    os.environ["CUPYFLASH_EMULATED_FLAGS"] = FLAGS
     missed = 0
     for fault in FAULTS:
         if args.names and fault.name not in args.names:

@@ -13,6 +13,7 @@ Example:
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -196,23 +197,24 @@ def _version(gxx: str) -> str:
 
 
 def _built(suffix: str, flags: Sequence[str], source: str, *objects: Path) -> Path:
-    """What g++ makes of a source and objects, from the cache if it is there.
-
-    Written to a temporary file first: other processes may be building the same.
-    """
+    """What g++ makes of a source and objects, from the cache if it is there."""
     gxx = require_compiler()
     key = hashlib.sha256("\0".join((_version(gxx), *flags, source, *map(str, objects))).encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.{suffix}"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        built = Path(directory) / path.name
-        # "-x c++ -": the #line directives name the real files, so no copy of the flattened source has to be kept.
-        command = [gxx, *flags, "-x", "c++", "-", "-x", "none", *map(str, objects), "-o", str(built)]
-        result = subprocess.run(command, input=source, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(f"g++ could not build the kernel:\n{result.stderr}")
-        for product in sorted(Path(directory).iterdir(), key=lambda product: product == built):  # notes of gcov, if any
-            os.replace(product, path.parent / product.name)
+    with open(path.parent / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(key[:8], 16))  # a byte per key: two processes do not build the same
+        if not path.exists():
+            built = Path(directory) / path.name
+            # "-x c++ -": the #line directives name the real files, so no copy of the flattened source has to be kept.
+            command = [gxx, *flags, "-x", "c++", "-", "-x", "none", *map(str, objects), "-o", str(built)]
+            result = subprocess.run(command, input=source, capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"g++ could not build the kernel:\n{result.stderr}")
+            for product in sorted(
+                Path(directory).iterdir(), key=lambda product: product == built
+            ):  # notes of gcov, too
+                os.replace(product, path.parent / product.name)
     return path
