@@ -1088,8 +1088,8 @@ FAULTS = [
         "dq halves: halves of a tile overlap",
         "include/dq_halves.cuh",
         "return params.dq_sum + (static_cast<u64>(tile) * 2 + half) * kDqHalf;",
-        "return params.dq_sum + (static_cast<u64>(tile) + half) * kDqHalf;",
-        "a wrong stride",
+        "return params.dq_sum + static_cast<u64>(tile) * 2 * kDqHalf;",
+        "what two warpgroups add goes to one place",
         "backward hopper, plain, 130x70x2x3x1",
     ),
     fault(

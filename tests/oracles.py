@@ -21,7 +21,7 @@ from cupyflash.reference import (
     visible_pairs,
 )
 
-# Products are small here. The threads of BLAS would wait for the next one at full speed, on the cores of other processes.
+# Products are small here. Threads of BLAS would wait for the next one at full speed, on the cores of other processes.
 threadpool_limits(1)
 
 # kind: (factor, constant)

@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import sanitized_cases
 
 from cupyflash import kernels_cu
 from cupyflash.runtime import emulated
@@ -365,7 +366,7 @@ emulated.launch(build(sanitize=True), "{kernel}", 3, params, threads={THREADS}, 
 """
     return subprocess.run(
         [sys.executable, "-c", script],
-        env=emulated.sanitizer_environment(),
+        env=sanitized_cases.environment(),
         cwd=SOURCE.parent,
         capture_output=True,
         text=True,

@@ -22,7 +22,6 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -42,7 +41,7 @@ POISON = 0xFFD5  # what memory holds that nobody has written, in 16 bits: see la
 # the checks to functions, which are launch.cu's.
 WATCHED = (
     "-fsanitize=kernel-address --param=asan-instrumentation-with-call-threshold=0 --param=asan-stack=0 "
-    "--param=asan-globals=0"
+    "--param=asan-globals=0 --param=asan-instrument-writes=0"
 )
 
 # launch.cu: Launch. Kernel, parameters, their bytes, bytes of shared memory, seed; grid, threads, workers, order,
@@ -64,14 +63,9 @@ _OPTIMIZED = ("-O2", "-fno-tree-vrp", "-g1")
 _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
-def compiler() -> str | None:
-    """The path of g++, or None."""
-    return shutil.which("g++")
-
-
 def available() -> bool:
     """Whether kernels can be built for the host."""
-    return compiler() is not None
+    return shutil.which("g++") is not None
 
 
 def require_compiler() -> str:
@@ -80,7 +74,7 @@ def require_compiler() -> str:
     Raises:
         RuntimeError: there is none.
     """
-    gxx = compiler()
+    gxx = shutil.which("g++")
     if gxx is None:
         raise RuntimeError(
             "the emulated device builds the kernels with g++, which was not found in PATH; install GCC "
@@ -89,16 +83,8 @@ def require_compiler() -> str:
     return gxx
 
 
-@dataclass(frozen=True)
-class Library:
-    """Kernels built for the host; made by `build`, run by `launch`."""
-
-    path: Path
-    handle: ctypes.CDLL
-
-
-def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize: bool = False) -> Library:
-    """Builds a flattened kernel source for the host, or takes it from the cache.
+def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize: bool = False) -> ctypes.CDLL:
+    """Builds a flattened kernel source for the host, or takes it from the cache; for `launch`.
 
     ``CUPYFLASH_EMULATED_FLAGS`` in the environment gives g++ further options, such as ``-O0 -g`` for a debugger.
 
@@ -106,7 +92,7 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
         source: what ``flatten(kernel_file, "emulated")`` returned.
         defines: values of the macros that the source leaves open.
         sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, which end the process at the first error. The
-            process must have been started with `sanitizer_environment`.
+            process must have been started with libasan.so, and without the check for leaks, which are Python's.
 
     Raises:
         RuntimeError: there is no g++, or it does not accept the source (with its messages).
@@ -119,11 +105,11 @@ def build(source: str, defines: Mapping[str, object] | None = None, *, sanitize:
     path = _built("so", ("-shared", *flags, *further, *macros), source, launcher)
     library = ctypes.CDLL(str(path))
     library.emulated_launch.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64]
-    return Library(path, library)
+    return library
 
 
 def launch(
-    library: Library,
+    library: ctypes.CDLL,
     kernel_name: str,
     grid: int,
     params: bytes,
@@ -163,27 +149,16 @@ def launch(
         raise ValueError(f"order is {order!r}; it must be one of {_ORDERS}")
     if copy_mode not in _COPY_MODES:
         raise ValueError(f"copy_mode is {copy_mode!r}; it must be one of {_COPY_MODES}")
-    kernel = ctypes.cast(getattr(library.handle, kernel_name), ctypes.c_void_p).value
+    kernel = ctypes.cast(getattr(library, kernel_name), ctypes.c_void_p).value
     own_params = ctypes.create_string_buffer(params, len(params))
     packed = _LAUNCH.pack(
         *(kernel, ctypes.addressof(own_params), len(params), shared_bytes, seed),
         *(grid, threads, workers, _ORDERS.index(order), _COPY_MODES.index(copy_mode)),
     )
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    failed = library.handle.emulated_launch(packed, message, len(message))
+    failed = library.emulated_launch(packed, message, len(message))
     if failed:
         raise RuntimeError(f"{kernel_name}: {message.value.decode()}")
-
-
-def sanitizer_environment() -> dict[str, str]:
-    """The environment for a process that loads libraries built with ``sanitize=True``.
-
-    AddressSanitizer has to be loaded before everything else, also before Python, whose own leaks are not of interest.
-    """
-    gxx = require_compiler()
-    runtime = subprocess.run([gxx, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
-    options = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
-    return {**os.environ, **options}
 
 
 def cache_directory() -> Path:

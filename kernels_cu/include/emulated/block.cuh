@@ -34,6 +34,8 @@ void wake(const void* object);
 void give_way();
 /// The same for a thread that waits for what another block does, and asks again when it goes on.
 void poll();
+/// How often it asks. Other blocks may be held up by whatever else the machine does.
+u32 patience();
 /// Other blocks may get ahead of the calling thread's, at random, if they run at the same time.
 void lag();
 

@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -79,13 +80,12 @@ void forget_frames([[maybe_unused]] void* stack, [[maybe_unused]] u64 bytes) {
 #endif
 }
 
-/// Makes `context` start in `entry` on its stack when it is switched to.
-void prepare(Context& context, void (*entry)(), u64 stack_offset) {
+/// Makes `context` start in `entry` on its stack when it is switched to, `offset` below the stack's end.
+void prepare(Context& context, void (*entry)(), u64 offset) {
     forget_frames(context.stack, context.stack_bytes);
     getcontext(&context.start);
     context.start.uc_stack.ss_sp = context.stack;
-    context.start.uc_stack.ss_size = context.stack_bytes - stack_offset;
-    context.start.uc_link = nullptr;
+    context.start.uc_stack.ss_size = context.stack_bytes - offset;
     makecontext(&context.start, entry, 0);
     context.started = false;
 }
@@ -112,38 +112,25 @@ void switch_context(Context& from, Context& to, [[maybe_unused]] bool leaving) {
 #endif
 }
 
+constexpr u64 kStackBytes = 256 * 1024, kGuardBytes = 64 * 1024;  // multiples of any page
+using Stacks = std::unique_ptr<u8, std::function<void(u8*)>>;
+
+u8* stack(const Stacks& stacks, u32 n) { return stacks.get() + n * (kGuardBytes + kStackBytes) + kGuardBytes; }
+
 /// The stacks of one block's fibers, reused from block to block. What is below each one is out of bounds.
-class Stacks {
-  public:
-    explicit Stacks(u32 count) : bytes_(count * (kGuardBytes + kStackBytes)) {
-        memory_ =
-            static_cast<u8*>(mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        if (memory_ == MAP_FAILED) {
-            std::perror("emulated: no memory for the threads' stacks");
-            std::abort();
-        }
-        for (u32 n = 0; n < count; ++n)
-            mprotect(stack(n), kStackBytes, PROT_READ | PROT_WRITE);
-    }
-    ~Stacks() {
-        forget_frames(memory_, bytes_);
-        munmap(memory_, bytes_);
-    }
-    Stacks(const Stacks&) = delete;
-    Stacks& operator=(const Stacks&) = delete;
-
-    void assign(Context& context, u32 n) {
-        context.stack = stack(n);
-        context.stack_bytes = kStackBytes;
-    }
-
-  private:
-    static constexpr u64 kStackBytes = 256 * 1024, kGuardBytes = 64 * 1024;  // multiples of any page
-    u8* stack(u32 n) { return memory_ + n * (kGuardBytes + kStackBytes) + kGuardBytes; }
-
-    u64 bytes_;
-    u8* memory_;
-};
+Stacks map_stacks(u32 count) {
+    const u64 bytes = count * (kGuardBytes + kStackBytes);
+    void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        throw std::bad_alloc();
+    Stacks stacks(static_cast<u8*>(memory), [bytes](u8* begin) {
+        forget_frames(begin, bytes);
+        munmap(begin, bytes);
+    });
+    for (u32 n = 0; n < count; ++n)
+        mprotect(stack(stacks, n), kStackBytes, PROT_READ | PROT_WRITE);
+    return stacks;
+}
 
 // ---- The block.
 
@@ -202,7 +189,7 @@ struct Block {
     const Launch& launch;
     Pace& pace;
     const u32 index;
-    u64 random_state = ((launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull) | 1;
+    u64 random_state = std::max((launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull, 1ull);
     std::vector<Fiber> fibers{launch.threads};
     std::vector<Warp> warps{launch.threads / kLanes};
     u32 current = 0;      // the running thread
@@ -486,13 +473,15 @@ void poll() {
     constexpr u32 kLoadsPatience = 16;
     ++block->pace.steps;
     perform_some();
-    if (random(kLoadsPatience) == 0)
+    if (!block->loads.items.empty() && random(kLoadsPatience) == 0)
         perform_any(Unit::kLoads);
     const u32 own = block->current, warp = pick_any(block->ready_warps), lane = pick_any(block->warps[warp].ready);
     if (warp * kLanes + lane == own)
         std::this_thread::yield();  // to another block's
     go_to(warp, lane);
 }
+
+u32 patience() { return block->launch.workers == 1 ? 1 << 18 : 1 << 22; }
 
 /// Until they have done so many steps, or all of them have ended or lag, too.
 void lag() {
@@ -539,7 +528,7 @@ void lag() {
 }
 
 /// Runs a block to its end. If it fails, `error` has the reason.
-void run(Block& own, Stacks& stacks) {
+void run(Block& own, const Stacks& stacks) {
     block = &own;
     for (u8* memory : {own.shared.get(), own.async_view.get()})
         std::fill_n(reinterpret_cast<u16*>(memory), own.launch.shared_bytes / sizeof(u16), kPoison);
@@ -550,9 +539,11 @@ void run(Block& own, Stacks& stacks) {
     for (u32 w = 0; w < own.warps.size(); ++w)
         set_ready(w, ~0u);
     for (u32 n = 0; n < own.launch.threads; ++n) {
-        stacks.assign(own.fibers[n].context, n);
+        Context& context = own.fibers[n].context;
+        context.stack = stack(stacks, n);
+        context.stack_bytes = kStackBytes;
         // All stacks begin at the same place of a page; shifting them keeps the busy ends out of the same cache sets.
-        prepare(own.fibers[n].context, &run_fiber, n % 64 * 64);
+        prepare(context, &run_fiber, n % 64 * 64);
     }
     own.current = pick(own.ready_warps) * kLanes + pick(~0u);
     switch_context(own.main, fiber().context, false);
@@ -639,7 +630,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(const emul
     std::string error;
 
     auto work = [&] {
-        Stacks stacks(launch.threads);
+        const Stacks stacks = map_stacks(launch.threads);
         for (u32 n; (n = next++) < launch.grid;) {
             Block own{launch, pace, blocks[n]};
             run(own, stacks);
@@ -684,19 +675,17 @@ void check_read(u64 address, u64 bytes, void* reader) {
 
 }  // namespace emulated
 
-#define CF_ACCESS(size)                                                   \
+#define CF_READ(size)                                                     \
     extern "C" void __asan_load##size##_noabort(u64 address) {            \
         emulated::check_read(address, size, __builtin_return_address(0)); \
-    }                                                                     \
-    extern "C" void __asan_store##size##_noabort(u64) {}
-CF_ACCESS(1)
-CF_ACCESS(2)
-CF_ACCESS(4)
-CF_ACCESS(8)
-CF_ACCESS(16)
+    }
+CF_READ(1)
+CF_READ(2)
+CF_READ(4)
+CF_READ(8)
+CF_READ(16)
 extern "C" void __asan_loadN_noabort(u64 address, u64 bytes) {
     emulated::check_read(address, bytes, __builtin_return_address(0));
 }
-extern "C" void __asan_storeN_noabort(u64, u64) {}
 extern "C" void __asan_handle_no_return() {}
 #endif

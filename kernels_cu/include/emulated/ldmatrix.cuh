@@ -13,21 +13,21 @@ struct MatrixOperands {
     const u32* stored;
 };
 
-/// Where in shared memory the element lies that is the lower or upper `half` of lane l's n-th register.
-inline u8* element(void* const* lane, u32 l, u32 n, u32 half, bool transposed) {
+/// The element that is the lower or upper `half` of lane l's register.
+inline u16& element(u16 (&matrix)[8][8], u32 l, u32 half, bool transposed) {
     const u32 i = l / 4, j = 2 * (l % 4) + half;
-    return static_cast<MatrixOperands*>(lane[8 * n + (transposed ? j : i)])->row + 2 * (transposed ? i : j);
+    return transposed ? matrix[j][i] : matrix[i][j];
 }
 
 template <bool kTransposed>
 void ldmatrix_x4(void* const* lane) {
+    u16 matrix[4][8][8];
     for (u32 l = 0; l < kLanes; ++l)
-        for (u32 n = 0; n < 4; ++n) {
-            u16 halves[2];
-            for (u32 half = 0; half < 2; ++half)
-                __builtin_memcpy(&halves[half], element(lane, l, n, half, kTransposed), 2);
-            static_cast<MatrixOperands*>(lane[l])->loaded[n] = halves[0] | u32{halves[1]} << 16;
-        }
+        __builtin_memcpy(matrix[l / 8][l % 8], static_cast<MatrixOperands*>(lane[l])->row, 16);
+    for (u32 l = 0; l < kLanes; ++l)
+        for (u32 n = 0; n < 4; ++n)
+            static_cast<MatrixOperands*>(lane[l])->loaded[n] =
+                element(matrix[n], l, 0, kTransposed) | u32{element(matrix[n], l, 1, kTransposed)} << 16;
 }
 
 }  // namespace emulated

@@ -1,26 +1,23 @@
-// mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of asynchronous copies. A phase is
-// complete when all expected arrivals and all expected bytes have come; then the next one begins.
-//
+// mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of asynchronous copies: ptx/mbarrier.cuh.
 // Stricter than the hardware: bytes have to be announced before they come, and a barrier that nobody initialised, or that
 // something was written over, is an error.
-// Contracts of the functions: ptx/mbarrier.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/types.cuh"
 
 /// The whole state, as on the GPU, is in these eight bytes.
 struct alignas(8) Barrier {
-    u64 mark : 10;  // kMark once initialised; poison and zeros are not
-    u64 phase : 10;
-    u64 arrivals : 11;  // that complete a phase
-    u64 arrivals_due : 11;
-    u64 bytes_due : 22;
+    u32 mark : 10;  // kMark once initialised; poison and zeros are not
+    u32 phase : 11;
+    u32 arrivals : 11;  // that complete a phase
+    u32 arrivals_due : 11;
+    u32 bytes_due : 21;
 };
 static_assert(sizeof(Barrier) == 8);
 
 namespace emulated {
 
-constexpr u64 kMark = 0x2b5;
+constexpr u32 kMark = 0x2b5;
 constexpr u32 kMaxBytesDue = (1 << 20) - 1;
 
 inline u32 offset(const Barrier& barrier) { return shared_address(&barrier) - kSharedBase; }
@@ -43,7 +40,7 @@ inline void begin_next_phase_if_complete(Barrier& barrier) {
 inline void complete_bytes(Barrier& barrier, u32 bytes, const char* who) {
     if (checked(barrier, who).bytes_due < bytes)
         fail("%s: brings %u bytes to the barrier at shared offset %u, which expects %u", who, bytes, offset(barrier),
-             static_cast<u32>(barrier.bytes_due));
+             barrier.bytes_due);
     barrier.bytes_due -= bytes;
     begin_next_phase_if_complete(barrier);
 }
@@ -51,10 +48,9 @@ inline void complete_bytes(Barrier& barrier, u32 bytes, const char* who) {
 inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
     if (checked(barrier, who).arrivals_due == 0)
         fail("%s: all %u arrivals of phase %u have come to the barrier at shared offset %u, only bytes are due", who,
-             static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.phase), offset(barrier));
+             barrier.arrivals, barrier.phase, offset(barrier));
     if (barrier.bytes_due + bytes > kMaxBytesDue)
-        fail("%s: %u bytes in one phase, more than a barrier can count", who,
-             static_cast<u32>(barrier.bytes_due) + bytes);
+        fail("%s: %u bytes in one phase, more than a barrier can count", who, barrier.bytes_due + bytes);
     barrier.bytes_due += bytes;
     --barrier.arrivals_due;
     begin_next_phase_if_complete(barrier);
@@ -63,10 +59,9 @@ inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
 
 inline void describe_barrier(const void* object, u32 parity, char* text, u64 bytes) {
     const Barrier& barrier = *static_cast<const Barrier*>(object);
-    __builtin_snprintf(text, bytes,
-                       "barrier_wait, parity %u, shared offset %u: phase %u lacks %u of %u arrivals and %u bytes",
-                       parity, offset(barrier), static_cast<u32>(barrier.phase), static_cast<u32>(barrier.arrivals_due),
-                       static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.bytes_due));
+    __builtin_snprintf(
+        text, bytes, "barrier_wait, parity %u, shared offset %u: phase %u lacks %u of %u arrivals and %u bytes", parity,
+        offset(barrier), barrier.phase, barrier.arrivals_due, barrier.arrivals, barrier.bytes_due);
 }
 
 }  // namespace emulated

@@ -1,8 +1,4 @@
-// mma.sync: D (16 x 8, float32) += A (16 x K, row-major) B (K x 8, column-major), one warp. K = 16 for 16-bit elements,
-// 8 for TF32. With g = lane / 4 and t = lane % 4 a lane holds
-//   16-bit  A: a[0] = (g, 2t..2t+1), a[1] = (g+8, same), a[2] = (g, 2t+8..), a[3] = (g+8, 2t+8..);  B: b0 = (2t..2t+1, g), b1 = (2t+8.., g)
-//   TF32    A: a[0] = (g, t), a[1] = (g+8, t), a[2] = (g, t+4), a[3] = (g+8, t+4);                  B: b0 = (t, g), b1 = (t+4, g)
-//   both    D: d[0], d[1] = (g, 2t), (g, 2t+1);  d[2], d[3] = (g+8, 2t), (g+8, 2t+1)
+// mma.sync: D (16 x 8, float32) += A B, one warp. What a lane holds of them: ptx/mma.cuh.
 // Products are exact (two 11-bit mantissas fit float32) and added to D one by one in float32, in the order of k. The
 // order in which a tensor core adds, its wider sums and its truncation are not modelled.
 #pragma once
@@ -35,7 +31,7 @@ void read_a(float (&A)[8 * Elements<T>::kCount][16], const u32* const (&a)[kLane
                 A[kCount * (l % 4 + 4 * (r / 2)) + n][l / 4 + 8 * (r % 2)] = Elements<T>::get(a[l][r], n);
 }
 
-/// D += or = A B. Of each 8 of its columns a lane holds four elements, as above.
+/// D += or = A B. Of each 8 of its columns a lane holds four elements.
 template <u32 kDepth, u32 kN>
 void add_product(float* const (&d)[kLanes], const float (&A)[kDepth][16], const float (&B)[kDepth][kN],
                  bool accumulate) {

@@ -1,9 +1,6 @@
-// The tensor memory accelerator: one thread copies a box of a tensor between global and shared memory, or adds to global
-// memory, asynchronously. Coordinates count elements, the innermost dimension first; what lies outside the tensor is read
-// as 0 and not written.
+// The tensor memory accelerator: boxes of tensors, copied asynchronously. What lies outside is read as 0 and not written.
 // Contracts of the functions: ptx/tma.cuh.
 #pragma once
-#include "platform/block.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/reduce.cuh"
 #include "platform/types.cuh"
@@ -129,7 +126,7 @@ DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, 
 DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
     emulated::bulk(global, shared, bytes, "bulk_reduce_add", [](float* target, const float* x) {
         for (u32 n = 0; n < 4; ++n)
-            emulated::atomic_add(target + n, x[n]);
+            reduce_add(target + n, x[n]);
     });
 }
 

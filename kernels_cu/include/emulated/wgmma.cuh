@@ -1,13 +1,8 @@
-// wgmma: D (64 x N, float32) = or += A (64 x 16) B (16 x N), 16-bit elements, one warpgroup, asynchronous. B, and A unless
-// it is in registers, lie in shared memory.
-// With warp w of the warpgroup, g = lane / 4 and t = lane % 4 a lane holds
-//   D: d[4j], d[4j+1] = (16w + g, 8j + 2t), (.., 8j + 2t + 1);  d[4j+2], d[4j+3] = the same columns of row 16w + g + 8
-//   A in registers: as for mma.sync
-// Registers of D and A must not be touched between wgmma_fence and the wait that covers the products.
+// wgmma: D (64 x N, float32) = or += A (64 x 16) B (16 x N), 16-bit elements, one warpgroup, asynchronous. What a lane
+// holds, and contracts of the functions: ptx/wgmma.cuh.
 //
 // The warps of a warpgroup issue the same products, but as PTX has it only the lanes of a warp wait for one another. Every
 // warp therefore does its 16 rows at a moment of its own: what one warp wrote and another reads needs a barrier.
-// Contracts of the functions: ptx/wgmma.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/convert.cuh"
