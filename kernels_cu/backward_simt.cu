@@ -19,6 +19,7 @@
 #include "score.cuh"
 #include "thread_gemm.cuh"
 #include "traits.cuh"
+#include "word.cuh"
 
 constexpr u32 kWarpKeys = kBc / kWarps;
 static_assert(kWarpKeys * kWarps == kBc, "warps share the keys evenly");

@@ -2,6 +2,7 @@
 
 import os
 
+import kernel_coverage
 import pytest
 from backends import BACKENDS
 
@@ -34,6 +35,13 @@ def no_winners(monkeypatch):
     """Nothing has been measured on any GPU: the heuristic decides."""
     for find in ("find", "find_related"):
         monkeypatch.setattr(store, find, lambda *_: ())
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Kernels that the test builds count which of their lines run, if kernel_coverage.py is to report them."""
+    for variable, value in kernel_coverage.environment().items():
+        monkeypatch.setenv(variable, value)
 
 
 def gpu_is_missing():

@@ -1,37 +1,38 @@
-"""Which lines of the kernels the emulated suite executes: builds them for gcov and runs every case once, and the tests
-of standard attention, whose kernels have no case.
+"""Which lines of the kernels are executed by the emulated suite, and by the tests of standard attention, whose kernels
+have no case there.
 
-``python tests/kernel_coverage.py`` prints the lines that are not reached and fails below 95%. Lines of include/emulated
-and include/ptx do not count: they are wrappers, with tests of their own.
+With the environment variable KERNEL_COVERAGE, the builds of tests that take the fixture ``counted`` go into the folder
+that it names and count there what they execute. ``python tests/kernel_coverage.py FOLDER`` then prints the lines that
+were not reached and fails below 95%. Lines of include/emulated and include/ptx do not count: they are wrappers, with
+tests of their own.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-import emulated_cases
-import pytest
-
 from cupyflash import kernels_cu
+from cupyflash.runtime import emulated
 
 KERNELS = Path(kernels_cu.__file__).parent
 OWN = {path.name for folder in (KERNELS, KERNELS / "include") for path in folder.glob("*.cu*")}
 ENOUGH = 95.0  # percent
 
+# Counting costs a few percent where only the kernels' own lines count.
+FLAGS = "--coverage -fprofile-exclude-files=platform/.*"
 
-def run_cases(part, parts):
-    """A part of the cases: neighbours in the alphabet share kernels."""
-    if part == 0 and pytest.main(["-q", "-m", "emulated", str(Path(__file__).with_name("test_standard.py"))]):
-        return 1
-    names = sorted(emulated_cases.CASES)
-    for name in names[len(names) * part // parts : len(names) * (part + 1) // parts]:
-        emulated_cases.run(name, schedules=emulated_cases.SCHEDULES[:1])
-    return 0
+
+def environment():
+    """What the suite's builds need in theirs; empty if nothing is to be counted."""
+    folder = os.environ.get("KERNEL_COVERAGE")
+    if not folder:
+        return {}
+    # gcov adds its counts to files when the process ends, where the builds are though they were made elsewhere.
+    os.environ.update({"GCOV_PREFIX": str(Path(folder, "cupyflash", "emulated")), "GCOV_PREFIX_STRIP": "99"})
+    return {"XDG_CACHE_HOME": folder, "CUPYFLASH_EMULATED_FLAGS": FLAGS}
 
 
 def executions(folder):
@@ -47,33 +48,11 @@ def executions(folder):
     return counts
 
 
-def measure(processes):
-    """``executions`` of all cases, each process with builds of its own, to which gcov adds its counts at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        running = []
-        for part in range(processes):
-            cache = Path(folder) / str(part)
-            environment = {
-                "XDG_CACHE_HOME": str(cache),
-                "CUPYFLASH_EMULATED_FLAGS": "-O0 --coverage",
-                "GCOV_PREFIX": str(cache / "cupyflash" / "emulated"),  # where the builds are ...
-                "GCOV_PREFIX_STRIP": "99",  # ... though they were made elsewhere
-            }
-            command = [sys.executable, __file__, "--part", str(part), str(processes)]
-            running.append(subprocess.Popen(command, env=os.environ | environment))
-        if any([process.wait() for process in running]):
-            raise RuntimeError("a case failed")
-        return executions(Path(folder))
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--part", nargs=2, type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.part:
-        return run_cases(*args.part)
-    counts = measure(args.processes)
+def main(folder):
+    if not emulated.available():
+        print("No coverage of the kernels: the emulated device needs g++")
+        return 0
+    counts = executions(Path(folder))
     lines = reached = 0
     for file, by_line in sorted(counts.items()):
         missing = sorted(line for line, count in by_line.items() if not count)
@@ -87,4 +66,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

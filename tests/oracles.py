@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from cupyflash.reference import (
     by_head,
@@ -19,6 +20,9 @@ from cupyflash.reference import (
     sum_groups,
     visible_pairs,
 )
+
+# Products are small here. Threads of BLAS would wait for the next one at full speed, on the cores of other processes.
+threadpool_limits(1)
 
 # kind: (factor, constant)
 TOLERANCES = {"forward": (2, 1e-5), "gradient": (3, 1e-3)}

@@ -15,17 +15,26 @@ from cupyflash.runtime import emulated
 CASES = [name for name, case in emulated_cases.CASES.items() if case.layout == "tight"]
 
 
+def environment():
+    """Of a process that loads libraries built with ``sanitize=True``.
+
+    AddressSanitizer has to be loaded before everything else, also before Python, whose own leaks are not of interest.
+    """
+    command = [emulated.require_compiler(), "-print-file-name=libasan.so"]
+    library = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}
+
+
 def run(cases=CASES, sources=None):
     """The finished process; ``sources``: a folder of kernels in place of ``kernels_cu``."""
-    environment = emulated.sanitizer_environment()
-    if sources is not None:
-        environment["KERNELS"] = str(sources)
-    return subprocess.run([sys.executable, __file__, *cases], env=environment, capture_output=True, text=True)
+    kernels = {} if sources is None else {"KERNELS": str(sources)}
+    command = [sys.executable, __file__, *cases]
+    return subprocess.run(command, env=environment() | kernels, capture_output=True, text=True)
 
 
 def main():
     if "ASAN_OPTIONS" not in os.environ:  # the sanitizers have to be there from the start
-        os.execve(sys.executable, [sys.executable, *sys.argv], emulated.sanitizer_environment())
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment())
     sources = os.environ.get("KERNELS")
     for name in sys.argv[1:] or CASES:
         emulated_cases.run(

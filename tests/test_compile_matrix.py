@@ -3,13 +3,16 @@
 Not every combination, but each for a reason. A kernel depends on the architecture (registers, instructions), on the
 tiles (shared memory of the GPU, head dims, dtype), on the band, on the kind of score and on how wide accesses are. All
 are compiled for the common case, causal float16, and then one of them is varied at a time. Measured winners are
-compiled for what they were measured with. What an entry computes is not of interest here.
+compiled for what they were measured with. What an entry computes is not of interest here. What several parts ask for
+is compiled once.
 """
 
 import dataclasses
+import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from unittest import mock
 
 import compiling
 import pytest
@@ -20,7 +23,7 @@ from cupyflash.resources import KNOWN_GPUS
 from cupyflash.runtime.cuda import options
 from cupyflash.runtime.source import flatten
 from cupyflash.tiles import TileConfig
-from cupyflash.tuning import files, layers
+from cupyflash.tuning import files, layers, store
 
 pytestmark = [
     pytest.mark.slow,
@@ -131,7 +134,7 @@ def matrix():
 
 
 def kernels(arch, run, changes):
-    """The modules of a pass: all but the first kernel of a module, which has the others in it."""
+    """What a pass launches."""
     p = problem(**changes, deterministic=run == DETERMINISTIC)
     limits, width = UNMEASURED[arch.rstrip("a")], 16 if p.head_dim % 8 == 0 else p.itemsize
     if run == FORWARD and p.algorithm == "auto":
@@ -139,7 +142,7 @@ def kernels(arch, run, changes):
     else:
         plan = dispatch.plan_forward if run == FORWARD else dispatch.plan_backward
         plans = [plan(p, width, limits)]
-    return {(kernel.file, kernel.defines): kernel for plan in plans for kernel, _ in plan.launches}.values()
+    return [kernel for plan in plans for kernel, _ in plan.launches]
 
 
 def hopper_matrix():
@@ -230,58 +233,34 @@ def hopper_backward_matrix():
     return cases
 
 
-def complaints(arch, kernel, text=None):
-    """What is wrong with a compiled module, a line each."""
-    what = f"{kernel.file} for {arch} {' '.join(option for option in options(kernel) if option[:2] == '-D')}"
-    try:
-        log = compiling.compile_cuda(kernel, arch, "--ptxas-options=-v", text=text)
-    except compiling.CompileError as error:
-        return [f"{what}: does not compile:\n{error}"]
-    found = [f"{what}: {line}" for line in log.splitlines() if "warning" in line.lower() or SERIALIZED.search(line)]
-    for name, usage in compiling.usage(log).items():
-        if usage.spill_bytes or usage.stack_bytes:
-            found.append(f"{what}: {name} spills {usage.spill_bytes} bytes, its stack has {usage.stack_bytes}")
-        if (
-            name == kernel.name and usage.registers * kernel.threads > REGISTERS_PER_SM
-        ):  # others have launches of theirs
-            found.append(f"{what}: {name} has {usage.registers} registers, too many for {kernel.threads} threads")
-    return found
+def defaults(cases):
+    return {(arch, kernel) for arch, run, changes in cases for kernel in kernels(arch, run, changes)}
 
 
-@pytest.mark.parametrize("cases", matrix().values(), ids=list(matrix()))
-def test_defaults_compile_without_spills(cases):
-    check({(arch, kernel) for arch, run, changes in cases for kernel in kernels(arch, run, changes)})
-
-
-@pytest.mark.parametrize("cases", hopper_matrix().values(), ids=list(hopper_matrix()))
-def test_hoppers_kernels_compile_without_spills(cases):
+def hopper(cases):
     """CuPy asks for sm_90, which has no wgmma; the kernel's own target stays in force."""
-    modules = set()
+    launched = set()
     for given, changes in cases:
         ((kernel, _),) = dispatch.plan_forward(problem(**changes), 16, UNMEASURED["sm_90"], given).launches
         assert kernel.target == "sm_90a"
-        modules.add(("sm_90", kernel))
-    check(modules)
+        launched.add(("sm_90", kernel))
+    return launched
 
 
-@pytest.mark.parametrize("cases", hopper_backward_matrix().values(), ids=list(hopper_backward_matrix()))
-def test_hoppers_backward_compiles_without_spills(cases):
-    modules = set()
+def hopper_backward(cases):
+    launched = set()
     for config, changes in cases:
-        _, (kernel, _), _ = dispatch.plan_backward(
-            problem(**changes), 16, UNMEASURED["sm_90"], {BACKWARD: config}
-        ).launches
-        assert kernel.target == "sm_90a"
-        modules.add(("sm_90", kernel))
-    check(modules)
+        plan = dispatch.plan_backward(problem(**changes), 16, UNMEASURED["sm_90"], {BACKWARD: config})
+        assert plan.launches[1][0].target == "sm_90a"
+        launched |= {("sm_90", kernel) for kernel, _ in plan.launches}
+    return launched
 
 
-@pytest.mark.parametrize("path", sorted(layers.packaged_folder().glob("*.yaml")), ids=lambda path: path.stem)
-def test_measured_winners_compile_without_spills(path):
+def measured(path):
     winners = files.read(path).winners
     dtypes = {"half": ("float16", "bfloat16"), "tf32": ("tf32",), "float32": ("ieee",)}
     kinds = {entry.kind for entry in winners.entries}
-    modules = set()
+    launched = set()
     for entry in winners.entries:
         kind, config = entry.kind, entry.config
         for dtype in dtypes.get(kind.dtype, (kind.dtype,)):
@@ -292,14 +271,64 @@ def test_measured_winners_compile_without_spills(path):
             p = problem(kind.head_dim, kind.head_dim_v, dtype, band, deterministic=apart)
             plan = dispatch.plan_forward if kind.task == "forward" else dispatch.plan_backward
             planned = plan(p, 16, winners.device, {kind.task: config})
-            modules |= {(f"sm_{winners.device.arch}", kernel) for kernel, _ in planned.launches}
-    check(modules)
+            launched |= {(f"sm_{winners.device.arch}", kernel) for kernel, _ in planned.launches}
+    return launched
 
 
-def check(modules):
+def parts():
+    """{what is compiled, and why: {(architecture, source, macros, target): the module's kernels that are launched}}.
+
+    Each module is in the first part that asks for it, with the kernels that any of them launches.
+    """
+    asked = {name: functools.partial(defaults, cases) for name, cases in matrix().items()}
+    asked |= {f"Hopper: {name}": functools.partial(hopper, cases) for name, cases in hopper_matrix().items()}
+    asked |= {
+        f"Hopper's backward: {name}": functools.partial(hopper_backward, cases)
+        for name, cases in hopper_backward_matrix().items()
+    }
+    asked |= {path.stem: functools.partial(measured, path) for path in sorted(layers.packaged_folder().glob("*.yaml"))}
+    modules, parts = {}, {}
+    with mock.patch.multiple(store, find=lambda *_: (), find_related=lambda *_: ()):  # as no_winners does
+        for name, launched in asked.items():
+            for arch, kernel in launched():
+                module = arch, kernel.file, kernel.defines, kernel.target
+                if module not in modules:
+                    modules[module] = parts.setdefault(name, {})[module] = set()
+                modules[module].add(kernel)
+    return parts
+
+
+def complaints(arch, *launched, text=None):
+    """What is wrong with a module that has these kernels, a line each."""
+    kernel = launched[0]
+    what = f"{kernel.file} for {arch} {' '.join(option for option in options(kernel) if option[:2] == '-D')}"
+    try:
+        log = compiling.compile_cuda(kernel, arch, "--ptxas-options=-v", text=text)
+    except compiling.CompileError as error:
+        return [f"{what}: does not compile:\n{error}"]
+    found = [f"{what}: {line}" for line in log.splitlines() if "warning" in line.lower() or SERIALIZED.search(line)]
+    usage = compiling.usage(log)
+    for name, used in usage.items():
+        if used.spill_bytes or used.stack_bytes:
+            found.append(f"{what}: {name} spills {used.spill_bytes} bytes, its stack has {used.stack_bytes}")
+    for kernel in launched:
+        if usage[kernel.name].registers * kernel.threads > REGISTERS_PER_SM:
+            found.append(
+                f"{what}: {kernel.name} has {usage[kernel.name].registers} registers, too many for "
+                f"{kernel.threads} threads"
+            )
+    return found
+
+
+PARTS = parts()
+
+
+@pytest.mark.parametrize("modules", PARTS.values(), ids=list(PARTS))
+def test_compiles_without_spills(modules):
     with ThreadPoolExecutor(2) as pool:
-        found = [line for lines in pool.map(lambda module: complaints(*module), modules) for line in lines]
-    assert not found, "\n".join(sorted(found))
+        found = pool.map(lambda module: complaints(module[0], *modules[module]), modules)
+        lines = [line for lines in found for line in lines]
+    assert not lines, "\n".join(sorted(lines))
 
 
 def test_complaints_are_found():
@@ -325,7 +354,7 @@ def test_serialized_products_are_found(written, instead):
     ((kernel, _),) = dispatch.plan_forward(problem(128), 16, UNMEASURED["sm_90"]).launches
     text = flatten(kernel.file)
     assert written in text
-    assert any(SERIALIZED.search(line) for line in complaints("sm_90", kernel, text.replace(written, instead)))
+    assert any(SERIALIZED.search(line) for line in complaints("sm_90", kernel, text=text.replace(written, instead)))
 
 
 def kernel_with(kernel, name, value):

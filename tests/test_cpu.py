@@ -204,11 +204,10 @@ def test_results_do_not_depend_on_the_number_of_threads(shape, options, dtype, m
 
 def test_calls_from_several_threads(monkeypatch):
     """They share the worker threads, and BLAS has its own threads back when the last is done."""
-    from threadpoolctl import threadpool_info
+    from threadpoolctl import threadpool_info, threadpool_limits
 
     monkeypatch.setattr(cpu, "MIN_PARALLEL_WORK", 0)
     cpu.set_num_threads(3)
-    before = [(info["filepath"], info["num_threads"]) for info in threadpool_info()]
     q, k, v = inputs(1, 400, 400, 4, 4, 16)
     problem = Problem.of(q, k, v, causal=True)
     expected = everything(problem, q, k, v)
@@ -217,16 +216,19 @@ def test_calls_from_several_threads(monkeypatch):
     def call(i):
         results[i] = [everything(problem, q, k, v) for _ in range(3)]
 
-    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
+    with threadpool_limits(2):
+        before = [(info["filepath"], info["num_threads"]) for info in threadpool_info()]
+        callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        after = [(info["filepath"], info["num_threads"]) for info in threadpool_info()]
     assert len(results) == 4
     for arrays in (arrays for repeats in results.values() for arrays in repeats):
         for got, want in zip(arrays, expected, strict=True):
             assert_bitwise(got, want)
-    assert [(info["filepath"], info["num_threads"]) for info in threadpool_info()] == before
+    assert after == before
 
 
 def test_number_of_threads(monkeypatch):

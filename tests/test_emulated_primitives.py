@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import sanitized_cases
 
 from cupyflash import kernels_cu
 from cupyflash.runtime import emulated
@@ -55,7 +56,7 @@ def f32(*shape):
 
 def test_both_platforms_have_the_same_words():
     folders = [Path(kernels_cu.__file__).parent / "include" / name for name in ("ptx", "emulated")]
-    own = {"block.cuh", "launch.cuh", "trace.cuh"}  # the emulation's machinery
+    own = {"block.cuh", "trace.cuh"}  # the emulation's machinery
     names = [{path.name for path in folder.glob("*.cuh")} for folder in folders]
     assert names[0] == names[1] - own
     root = folders[0].parent.parent
@@ -356,15 +357,6 @@ def test_launch_arguments(run, option, message):
 # ---- Building.
 
 
-@needs_compiler
-def test_ucontext_stands_in_where_there_is_no_switch(run):
-    library = build(defines={"CF_EMULATED_UCONTEXT": 1})
-    out = u32(THREADS)
-    params = struct.pack("P", out.ctypes.data)
-    emulated.launch(library, "rotate_synchronised", 2, params, threads=THREADS, shared_bytes=SHARED_BYTES)
-    np.testing.assert_array_equal(out, (np.arange(THREADS) + 1) % THREADS)
-
-
 def sanitized_run(kernel):
     """Runs a kernel, with an output of THREADS words, in a process that has the sanitizers."""
     script = f"""
@@ -378,7 +370,7 @@ emulated.launch(build(sanitize=True), "{kernel}", 3, params, threads={THREADS}, 
 """
     return subprocess.run(
         [sys.executable, "-c", script],
-        env=emulated.sanitizer_environment(),
+        env=sanitized_cases.environment(),
         cwd=SOURCE.parent,
         capture_output=True,
         text=True,

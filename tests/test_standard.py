@@ -41,7 +41,7 @@ class StandardGpu:
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, counted):
     cupy = pytest.importorskip("cupy")
     if not importlib.import_module("cupyflash.runtime.emulated").available():
         pytest.skip("there is no g++")

@@ -13,17 +13,19 @@ Example:
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
+
+from .source import flatten
 
 Order = Literal["forward", "reverse", "random"]
 CopyMode = Literal["issue", "wait", "random"]
@@ -33,24 +35,27 @@ _COPY_MODES: tuple[CopyMode, ...] = ("issue", "wait", "random")
 _MAX_THREADS = 1024
 _MESSAGE_BYTES = 65536
 
-POISON = 0xFFD5  # what memory holds that nobody has written, in 16 bits: see launch.cuh
+POISON = 0xFFD5  # what memory holds that nobody has written, in 16 bits: see launch.cu
 
-# Every access calls a function. The kernel's variant of AddressSanitizer leaves the checks to functions, which are
-# ours; it is not AddressSanitizer itself, whose macro therefore has to go.
+# Every access calls a function of launch.cu: the Linux kernel's variant of AddressSanitizer leaves checks to functions.
 _ACCESSES = (
     "-fsanitize=kernel-address --param=asan-instrumentation-with-call-threshold=0 --param=asan-stack=0 "
-    "--param=asan-globals=0 -U__SANITIZE_ADDRESS__"
+    "--param=asan-globals=0"
 )
 # For CUPYFLASH_EMULATED_FLAGS: reads of memory that nobody has written are reported.
-WATCHED = f"{_ACCESSES} -DCF_EMULATED_WATCHED"
+WATCHED = f"{_ACCESSES} --param=asan-instrument-writes=0"
+# What threads ask for is recorded, with the places: cupyflash.trace.
+_TRACED = f"{_ACCESSES} -DCF_EMULATED_TRACED"
 
-_LAUNCHER = files("cupyflash.kernels_cu") / "include" / "emulated" / "launch.cuh"
+# launch.cu: Launch. Kernel, parameters, their bytes, bytes of shared memory, seed; grid, threads, workers, order,
+# copy mode.
+_LAUNCH = struct.Struct("PPQQQIIIII")
+_LAUNCHER = "include/emulated/launch.cu"
 
 # No contraction: multiply_rounded must round. No strict aliasing: kernels reinterpret storage, which nvcc allows.
 _FLAGS = (
     "-std=c++17",
     "-fPIC",
-    "-shared",
     "-fvisibility=hidden",
     "-ffp-contract=off",
     "-fno-strict-aliasing",
@@ -58,19 +63,12 @@ _FLAGS = (
 )
 # No value ranges: GCC 12 mixes up those of two loops over the results of a thread (thread_gemm.cuh) and drops an exit.
 _OPTIMIZED = ("-O2", "-fno-tree-vrp", "-g1")
-# What threads ask for is recorded, with the places: cupyflash.trace.
-_TRACED = (*_OPTIMIZED, *f"{_ACCESSES} -DCF_EMULATED_TRACED".split())
 _SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-
-
-def compiler() -> str | None:
-    """The path of g++, or None."""
-    return shutil.which("g++")
 
 
 def available() -> bool:
     """Whether kernels can be built for the host."""
-    return compiler() is not None
+    return shutil.which("g++") is not None
 
 
 def require_compiler() -> str:
@@ -79,7 +77,7 @@ def require_compiler() -> str:
     Raises:
         RuntimeError: there is none.
     """
-    gxx = compiler()
+    gxx = shutil.which("g++")
     if gxx is None:
         raise RuntimeError(
             "the emulated device builds the kernels with g++, which was not found in PATH; install GCC "
@@ -88,18 +86,10 @@ def require_compiler() -> str:
     return gxx
 
 
-@dataclass(frozen=True)
-class Library:
-    """Kernels built for the host; made by `build`, run by `launch`."""
-
-    path: Path
-    handle: ctypes.CDLL
-
-
 def build(
     source: str, defines: Mapping[str, object] | None = None, *, sanitize: bool = False, traced: bool = False
-) -> Library:
-    """Builds a flattened kernel source for the host, or takes it from the cache.
+) -> ctypes.CDLL:
+    """Builds a flattened kernel source for the host, or takes it from the cache; for `launch`.
 
     ``CUPYFLASH_EMULATED_FLAGS`` in the environment gives g++ further options, such as ``-O0 -g`` for a debugger.
 
@@ -107,37 +97,25 @@ def build(
         source: what ``flatten(kernel_file, "emulated")`` returned.
         defines: values of the macros that the source leaves open.
         sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, which end the process at the first error. The
-            process must have been started with `sanitizer_environment`.
+            process must have been started with libasan.so, and without the check for leaks, which are Python's.
         traced: records what the threads ask for; see ``cupyflash.trace``.
 
     Raises:
         RuntimeError: there is no g++, or it does not accept the source (with its messages).
     """
-    gxx = require_compiler()
-    launcher = _LAUNCHER.read_text(encoding="utf-8").replace("#pragma once", "")
-    source = f'{source}\n#line 1 "platform/launch.cuh"\n{launcher}'
-    macros = tuple(f"-D{name}={value}" for name, value in (defines or {}).items())
-    further = os.environ.get("CUPYFLASH_EMULATED_FLAGS", "").split()
-    mode = _SANITIZED if sanitize else _TRACED if traced else _OPTIMIZED
-    flags = (*_FLAGS, *mode, *further, *macros)
-    key = hashlib.sha256("\0".join((_version(gxx), *flags, source)).encode()).hexdigest()[:32]
-    path = cache_directory() / f"{key}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _compile(gxx, flags, source, path)
+    flags = (*_FLAGS, *(_SANITIZED if sanitize else _OPTIMIZED))
+    further = os.environ.get("CUPYFLASH_EMULATED_FLAGS", "").split() + (_TRACED.split() if traced else [])
+    switches = (flag for flag in further if flag.startswith("-D"))
+    launcher = _built("o", ("-c", *flags, "-g", *switches), flatten(_LAUNCHER, "emulated"))
+    macros = (f"-D{name}={value}" for name, value in (defines or {}).items())
+    path = _built("so", ("-shared", *flags, *further, *macros), source, launcher)
     library = ctypes.CDLL(str(path))
-    library.emulated_launch.restype = ctypes.c_int
-    u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
-    library.emulated_launch.argtypes = [
-        *(pointer, u32, u32, u64, ctypes.c_char_p, u64),  # kernel, grid, threads, shared bytes, parameters, their bytes
-        *(u64, u32, u32, u32),  # seed, order, copy mode, workers
-        *(ctypes.c_char_p, u64),  # room for the error message
-    ]
-    return Library(path, library)
+    library.emulated_launch.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64]
+    return library
 
 
 def launch(
-    library: Library,
+    library: ctypes.CDLL,
     kernel_name: str,
     grid: int,
     params: bytes,
@@ -177,25 +155,16 @@ def launch(
         raise ValueError(f"order is {order!r}; it must be one of {_ORDERS}")
     if copy_mode not in _COPY_MODES:
         raise ValueError(f"copy_mode is {copy_mode!r}; it must be one of {_COPY_MODES}")
-    kernel = ctypes.cast(getattr(library.handle, kernel_name), ctypes.c_void_p)
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    choices = (seed, _ORDERS.index(order), _COPY_MODES.index(copy_mode), workers)
-    failed = library.handle.emulated_launch(
-        kernel, grid, threads, shared_bytes, params, len(params), *choices, message, len(message)
+    kernel = ctypes.cast(getattr(library, kernel_name), ctypes.c_void_p).value
+    own_params = ctypes.create_string_buffer(params, len(params))
+    packed = _LAUNCH.pack(
+        *(kernel, ctypes.addressof(own_params), len(params), shared_bytes, seed),
+        *(grid, threads, workers, _ORDERS.index(order), _COPY_MODES.index(copy_mode)),
     )
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    failed = library.emulated_launch(packed, message, len(message))
     if failed:
         raise RuntimeError(f"{kernel_name}: {message.value.decode()}")
-
-
-def sanitizer_environment() -> dict[str, str]:
-    """The environment for a process that loads libraries built with ``sanitize=True``.
-
-    AddressSanitizer has to be loaded before everything else, also before Python, whose own leaks are not of interest.
-    """
-    gxx = require_compiler()
-    runtime = subprocess.run([gxx, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
-    options = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
-    return {**os.environ, **options}
 
 
 def cache_directory() -> Path:
@@ -208,14 +177,25 @@ def _version(gxx: str) -> str:
     return subprocess.run([gxx, "--version"], check=True, capture_output=True, text=True).stdout
 
 
-def _compile(gxx: str, flags: Sequence[str], source: str, path: Path) -> None:
-    """Writes to a temporary file first: other processes may be building the same source."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        built = Path(directory) / path.name
-        # "-x c++ -": the #line directives name the real files, so no copy of the flattened source has to be kept.
-        command = [gxx, *flags, "-x", "c++", "-", "-o", str(built)]
-        result = subprocess.run(command, input=source, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(f"g++ could not build the kernel:\n{result.stderr}")
-        for product in sorted(Path(directory).iterdir(), key=lambda product: product == built):  # notes of gcov, if any
-            os.replace(product, path.parent / product.name)
+def _built(suffix: str, flags: Sequence[str], source: str, *objects: Path) -> Path:
+    """What g++ makes of a source and objects, from the cache if it is there."""
+    gxx = require_compiler()
+    key = hashlib.sha256("\0".join((_version(gxx), *flags, source, *map(str, objects))).encode()).hexdigest()[:32]
+    path = cache_directory() / f"{key}.{suffix}"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.parent / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(key[:8], 16))  # a byte per key: two processes do not build the same
+        if not path.exists():
+            built = Path(directory) / path.name
+            # "-x c++ -": the #line directives name the real files, so no copy of the flattened source has to be kept.
+            command = [gxx, *flags, "-x", "c++", "-", "-x", "none", *map(str, objects), "-o", str(built)]
+            result = subprocess.run(command, input=source, capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"g++ could not build the kernel:\n{result.stderr}")
+            for product in sorted(
+                Path(directory).iterdir(), key=lambda product: product == built
+            ):  # notes of gcov, too
+                os.replace(product, path.parent / product.name)
+    return path

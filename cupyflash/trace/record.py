@@ -135,7 +135,7 @@ def _launch(engine: Engine, problem: Problem, task: Task, allocate: Callable[...
 
 
 _CALLERS = 12
-_RECORD = np.dtype([("what", "u8"), ("a", "u8"), ("b", "u8"), ("callers", "u8", _CALLERS)])  # launch.cuh: Record
+_RECORD = np.dtype([("what", "u8"), ("a", "u8"), ("b", "u8"), ("callers", "u8", _CALLERS)])  # launch.cu: Record
 
 
 @dataclass
@@ -174,7 +174,7 @@ class _Recorder(HostRuntime):
 
         def launch(params: ParamBlock, stream: int) -> None:
             u64 = ctypes.c_uint64
-            library.handle.emulated_trace(self._block, u64(first), u64(first + self._memory.bytes.size))
+            library.emulated_trace(self._block, u64(first), u64(first + self._memory.bytes.size))
             emulated.launch(
                 library,
                 kernel.name,
@@ -198,8 +198,8 @@ class _Recorder(HostRuntime):
         return self.address(workspace), workspace
 
 
-def _records(library: emulated.Library, warp: int) -> Array:
-    read = library.handle.emulated_records
+def _records(library: ctypes.CDLL, warp: int) -> Array:
+    read = library.emulated_records
     read.restype = ctypes.c_void_p
     count = ctypes.c_uint64()
     first = read(warp, ctypes.byref(count))
@@ -231,7 +231,7 @@ def _requests(records: Array, places: dict[int, tuple[Place, ...]]) -> tuple[Req
     return tuple(requests)
 
 
-def _places(library: emulated.Library, file: str, callers: Sequence[int]) -> dict[int, tuple[Place, ...]]:
+def _places(library: ctypes.CDLL, file: str, callers: Sequence[int]) -> dict[int, tuple[Place, ...]]:
     """The statements of the kernel's file at return addresses, with those that they were inlined into."""
     addr2line = shutil.which("addr2line")
     if addr2line is None:
@@ -239,7 +239,7 @@ def _places(library: emulated.Library, file: str, callers: Sequence[int]) -> dic
     base, end = _loaded_at(library)
     ours = [caller for caller in callers if base <= caller < end]
     offsets = "\n".join(hex(caller - base - 1) for caller in ours)  # of the call, which is before where it returns to
-    command = [addr2line, "-a", "-i", "-e", str(library.path)]
+    command = [addr2line, "-a", "-i", "-e", str(library._name)]
     said = subprocess.run(command, input=offsets, check=True, capture_output=True, text=True).stdout
     lines = (files("cupyflash.kernels_cu") / file).read_text(encoding="utf-8").splitlines()
     found: list[list[Place]] = []
@@ -251,10 +251,10 @@ def _places(library: emulated.Library, file: str, callers: Sequence[int]) -> dic
     return {caller: tuple(places) for caller, places in zip(ours, found, strict=True)}
 
 
-def _loaded_at(library: emulated.Library) -> tuple[int, int]:
+def _loaded_at(library: ctypes.CDLL) -> tuple[int, int]:
     """First address of a loaded library and the first behind it."""
     with open("/proc/self/maps") as maps:
-        mapped = [line.split()[0].split("-") for line in maps if line.rstrip().endswith(str(library.path))]
+        mapped = [line.split()[0].split("-") for line in maps if line.rstrip().endswith(str(library._name))]
     return int(mapped[0][0], 16), int(mapped[-1][1], 16)
 
 

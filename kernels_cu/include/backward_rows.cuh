@@ -7,6 +7,7 @@
 #include "platform/thread.cuh"
 #include "query_tile.cuh"
 #include "traits.cuh"
+#include "word.cuh"
 
 constexpr u32 kLanesPerRow = 8;
 

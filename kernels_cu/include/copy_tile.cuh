@@ -6,6 +6,7 @@
 #include "platform/thread.cuh"
 #include "shared_tile.cuh"
 #include "traits.cuh"
+#include "word.cuh"
 
 /// Calls body(row, col, pointer) for this thread's share of the kVectorBytes-wide pieces of a tile, the pointer leading to
 /// the piece in a matrix whose row 0 is at `global`. Pieces of a row go to neighbouring threads, so that accesses coalesce.

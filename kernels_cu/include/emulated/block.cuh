@@ -1,4 +1,4 @@
-// What a thread of the emulated block can do: ask who it is, and meet others. The bodies are in launch.cuh.
+// What a thread of the emulated block can do: ask who it is, and meet others. The bodies are in launch.cu.
 //
 // A warp collective is a rendezvous: every lane leaves the address of its operands, the last one to arrive computes the
 // result for all 32, then all go on. The operands live on the lanes' stacks, which stand still in the meantime.
@@ -10,11 +10,6 @@ namespace emulated {
 
 constexpr u32 kLanes = 32;
 constexpr u32 kWarpgroup = 4 * kLanes;
-#if defined(CF_CLUSTER)
-constexpr u32 kClusterBlocks = CF_CLUSTER;
-#else
-constexpr u32 kClusterBlocks = 1;
-#endif
 
 u32 thread_index();
 u32 block_index();
@@ -34,6 +29,8 @@ bool meet_block(const char* name, bool predicate);
 /// Meets all threads of all blocks of the cluster.
 void meet_cluster();
 u32 cluster_rank();
+/// 1 unless the kernel says otherwise, in cluster.cuh: launch.cu is the same for all kernels.
+u32 cluster_blocks();
 /// While it lives, what this thread does is done in block `rank` of its cluster. It must not wait meanwhile.
 struct Visit {
     Visit(u32 rank, const char* who);
@@ -50,6 +47,8 @@ void wake(const void* object);
 void give_way();
 /// The same for a thread that waits for what another block does, and asks again when it goes on.
 void poll();
+/// How often it asks. Other blocks may be held up by whatever else the machine does.
+u32 patience();
 /// Other blocks may get ahead of the calling thread's, at random, if they run at the same time.
 void lag();
 

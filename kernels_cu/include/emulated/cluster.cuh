@@ -7,6 +7,12 @@
 
 #define CLUSTERED
 
+namespace emulated {
+
+u32 cluster_blocks() { return CF_CLUSTER; }
+
+}  // namespace emulated
+
 DEVICE u32 cluster_rank() { return emulated::cluster_rank(); }
 DEVICE void cluster_sync() { emulated::meet_cluster(); }
 

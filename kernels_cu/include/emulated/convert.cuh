@@ -1,5 +1,5 @@
 // float32 from and to the element types, round to nearest even as the hardware does it. On bits, so that the results do
-// not hang on the host's own half-precision support.
+// not hang on the host's own half-precision support. Contracts of the functions: ptx/convert.cuh.
 #pragma once
 #include "platform/types.cuh"
 
@@ -51,14 +51,12 @@ DEVICE BFloat16 from_float<BFloat16>(float x) {
     return BFloat16{static_cast<u16>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
 
-/// Two floats as two elements in one register, `low` in the lower half (the lower column of a fragment).
 template <typename T>
 DEVICE u32 pack(float low, float high) {
     return from_float<T>(low).bits | static_cast<u32>(from_float<T>(high).bits) << 16;
 }
 
-/// float32 rounded to TF32 (10 mantissa bits), as the tensor core wants its operand: to nearest, ties to even from sm_90 on,
-/// where that is one instruction; before, away from zero.
+/// Ties to even from sm_90 on, where that is one instruction; before, away from zero.
 DEVICE u32 to_tf32(float x) {
     if (x != x)
         return 0x7fffffffu;
@@ -68,7 +66,6 @@ DEVICE u32 to_tf32(float x) {
     return (is_finite(x) ? bits + kHalf + odd : bits) & ~0x1fffu;
 }
 
-/// mark, which starts as 0, and something else once a number of a pair of Float16 was not finite.
 DEVICE u32 mark_nonfinite(u32 mark, u32 pair) {
     return mark | ((pair & 0x7c00u) == 0x7c00u) | ((pair & 0x7c000000u) == 0x7c000000u);
 }

@@ -2,33 +2,11 @@
 //
 // A copy lands at some moment between its start and the wait that covers it (launch: copy_mode); until then the
 // destination holds what it held. That is so on every emulated architecture, although sm_75 copies at once: a kernel may
-// lean on no more than the contract.
+// lean on no more than the contract: ptx/cp_async.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/types.cuh"
 
-/// Word of kBytes bytes (a power of two up to 16), for copies through registers.
-template <u32 kBytes>
-struct Word;
-template <>
-struct Word<2> {
-    using type = u16;
-};
-template <>
-struct Word<4> {
-    using type = u32;
-};
-template <>
-struct Word<8> {
-    using type = uint2;
-};
-template <>
-struct Word<16> {
-    using type = uint4;
-};
-
-/// Starts copying kBytes (2, 4, 8 or 16; both addresses so aligned) to shared memory; with valid = false nothing is read
-/// and zeros are written.
 template <u32 kBytes>
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
     emulated::trace("copy", kBytes);
@@ -45,13 +23,11 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
     emulated::start(emulated::Unit::kCopies, emulated::work([=] { __builtin_memcpy(target, &data, kBytes); }));
 }
 
-/// Closes the group of all copies this thread has started since the last commit.
 DEVICE void copy_async_commit() {
     emulated::trace("copy commit");
     emulated::commit(emulated::Unit::kCopies);
 }
 
-/// Waits until at most kPending of this thread's groups are still under way. Other threads see the data after a barrier.
 template <u32 kPending>
 DEVICE void copy_async_wait() {
     emulated::trace("copy wait", kPending);

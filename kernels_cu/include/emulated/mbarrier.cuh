@@ -1,26 +1,23 @@
-// mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of asynchronous copies. A phase is
-// complete when all expected arrivals and all expected bytes have come; then the next one begins.
-//
+// mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of asynchronous copies: ptx/mbarrier.cuh.
 // Stricter than the hardware: bytes have to be announced before they come, unless blocks of a cluster load for each other,
 // and a barrier that nobody initialised, or that something was written over, is an error.
-// Contracts of the functions: ptx/mbarrier.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/types.cuh"
 
 /// The whole state, as on the GPU, is in these eight bytes.
 struct alignas(8) Barrier {
-    u64 mark : 10;  // kMark once initialised; poison and zeros are not
-    u64 phase : 10;
-    u64 arrivals : 11;  // that complete a phase
-    u64 arrivals_due : 11;
-    i64 bytes_due : 22;
+    u32 mark : 10;  // kMark once initialised; poison and zeros are not
+    u32 phase : 11;
+    u32 arrivals : 11;  // that complete a phase
+    u32 arrivals_due : 11;
+    i32 bytes_due : 21;
 };
 static_assert(sizeof(Barrier) == 8);
 
 namespace emulated {
 
-constexpr u64 kMark = 0x2b5;
+constexpr u32 kMark = 0x2b5;
 constexpr u32 kMaxBytesDue = (1 << 20) - 1;
 
 inline u32 offset(const Barrier& barrier) { return shared_address(&barrier) - kSharedBase; }
@@ -45,10 +42,10 @@ inline void begin_next_phase_if_complete(Barrier& barrier) {
 
 /// An asynchronous copy has brought `bytes` bytes.
 inline void complete_bytes(Barrier& barrier, u32 bytes, const char* who) {
-    const bool early = kClusterBlocks > 1 && checked(barrier, who).arrivals_due != 0;
+    const bool early = cluster_blocks() > 1 && checked(barrier, who).arrivals_due != 0;
     if (!early && checked(barrier, who).bytes_due < i64{bytes})
         fail("%s: brings %u bytes to the barrier at shared offset %u, which expects %d", who, bytes, offset(barrier),
-             static_cast<i32>(barrier.bytes_due));
+             barrier.bytes_due);
     barrier.bytes_due -= bytes;
     begin_next_phase_if_complete(barrier);
 }
@@ -57,10 +54,9 @@ inline void count_arrival(Barrier& barrier, u32 bytes, const char* who) {
     trace("arrive", bytes, reinterpret_cast<u64>(&barrier));
     if (checked(barrier, who).arrivals_due == 0)
         fail("%s: all %u arrivals of phase %u have come to the barrier at shared offset %u, only bytes are due", who,
-             static_cast<u32>(barrier.arrivals), static_cast<u32>(barrier.phase), offset(barrier));
+             barrier.arrivals, barrier.phase, offset(barrier));
     if (barrier.bytes_due + i64{bytes} > kMaxBytesDue)
-        fail("%s: %u bytes in one phase, more than a barrier can count", who,
-             static_cast<u32>(barrier.bytes_due) + bytes);
+        fail("%s: %u bytes in one phase, more than a barrier can count", who, barrier.bytes_due + bytes);
     barrier.bytes_due += bytes;
     --barrier.arrivals_due;
     begin_next_phase_if_complete(barrier);
@@ -73,10 +69,9 @@ inline void arrive(Barrier& barrier, u32 bytes, const char* who) {
 
 inline void describe_barrier(const void* object, u32 parity, char* text, u64 bytes) {
     const Barrier& barrier = *static_cast<const Barrier*>(object);
-    __builtin_snprintf(text, bytes,
-                       "barrier_wait, parity %u, shared offset %u: phase %u lacks %u of %u arrivals and %d bytes",
-                       parity, offset(barrier), static_cast<u32>(barrier.phase), static_cast<u32>(barrier.arrivals_due),
-                       static_cast<u32>(barrier.arrivals), static_cast<i32>(barrier.bytes_due));
+    __builtin_snprintf(
+        text, bytes, "barrier_wait, parity %u, shared offset %u: phase %u lacks %u of %u arrivals and %d bytes", parity,
+        offset(barrier), barrier.phase, barrier.arrivals_due, barrier.arrivals, barrier.bytes_due);
 }
 
 }  // namespace emulated

@@ -1,4 +1,4 @@
-// Reductions into global memory whose old value nobody needs.
+// Reductions into global memory whose old value nobody needs. Contracts of the functions: ptx/reduce.cuh.
 #pragma once
 #include "platform/trace.cuh"
 #include "platform/types.cuh"
@@ -16,7 +16,6 @@ inline void atomic_add(float* target, float x) {
 
 }  // namespace emulated
 
-/// target[0..3] += x[0..3], each addition atomic; target 16-byte aligned.
 DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
     emulated::trace("reduce", 16);
     if (reinterpret_cast<u64>(target) % 16 != 0)
@@ -27,7 +26,6 @@ DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
     emulated::atomic_add(target + 3, x3);
 }
 
-/// target[0..1] += x[0..1], likewise; target 8-byte aligned.
 DEVICE void reduce_add2(float* target, float x0, float x1) {
     emulated::trace("reduce", 8);
     if (reinterpret_cast<u64>(target) % 8 != 0)
@@ -36,7 +34,6 @@ DEVICE void reduce_add2(float* target, float x0, float x1) {
     emulated::atomic_add(target + 1, x1);
 }
 
-/// *target += x, likewise.
 DEVICE void reduce_add(float* target, float x) {
     emulated::trace("reduce", 4);
     emulated::atomic_add(target, x);

@@ -1,4 +1,5 @@
-// Where a thread stands in its block and grid, and what it can say to its neighbours.
+// Where a thread stands in its block and grid, and what it can say to its neighbours. Contracts of the functions:
+// ptx/thread.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/types.cuh"
@@ -6,17 +7,15 @@
 DEVICE u32 thread_index() { return emulated::thread_index(); }
 DEVICE u32 lane_index() { return emulated::thread_index() % emulated::kLanes; }
 
-/// Index of the warp in its block. A collective here too, because it is one on the GPU.
+/// A collective here too, because it is one on the GPU; so is `uniform`.
 DEVICE u32 warp_index() {
     emulated::meet_warp("warp_index", nullptr, nullptr);
     return emulated::thread_index() / emulated::kLanes;
 }
 
 DEVICE u32 block_index() { return emulated::block_index(); }
-
 DEVICE u32 grid_size() { return emulated::grid_size(); }
 
-/// The first lane's value. A collective, as on the GPU.
 DEVICE u32 uniform(u32 value) {
     emulated::meet_warp("uniform", &value, [](void* const* lane) {
         for (u32 l = 1; l < emulated::kLanes; ++l)
@@ -25,9 +24,7 @@ DEVICE u32 uniform(u32 value) {
     return value;
 }
 
-/// Barrier over all threads of the block; shared and global writes before it are visible after it.
 DEVICE void block_sync() { emulated::meet_block("block_sync", false); }
-/// block_sync that also tells whether any thread passed true.
 DEVICE bool block_any(bool predicate) { return emulated::meet_block("block_any", predicate); }
 DEVICE void warp_sync() { emulated::meet_warp("warp_sync", nullptr, nullptr); }
 
@@ -42,7 +39,6 @@ DEVICE bool warp_any(bool predicate) {
     return predicate;
 }
 
-/// The value of the lane whose index differs by `mask` (all 32 lanes take part).
 DEVICE float shuffle_xor(float value, u32 mask) {
     struct Operands {
         float value;

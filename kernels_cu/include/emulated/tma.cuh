@@ -1,9 +1,6 @@
-// The tensor memory accelerator: one thread copies a box of a tensor between global and shared memory, or adds to global
-// memory, asynchronously. Coordinates count elements, the innermost dimension first; what lies outside the tensor is read
-// as 0 and not written.
+// The tensor memory accelerator: boxes of tensors, copied asynchronously. What lies outside is read as 0 and not written.
 // Contracts of the functions: ptx/tma.cuh.
 #pragma once
-#include "platform/block.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/reduce.cuh"
 #include "platform/types.cuh"
@@ -101,18 +98,17 @@ inline Box checked_load(void* shared, const TensorMap& map, Barrier& barrier, i3
     return Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_load"}.checked();
 }
 
-inline void checked_bulk(const float* global, u32 bytes, const char* who) {
+/// Starts a copy of 16 bytes at a time from shared memory: copy(target, 4 floats).
+template <typename Copy>
+void bulk(float* global, const void* shared, u32 bytes, const char* who, Copy copy) {
     if (reinterpret_cast<u64>(global) % 16 != 0 || bytes % 16 != 0)
         fail("%s: %u bytes at %p: both must be multiples of 16", who, bytes, static_cast<const void*>(global));
-}
-
-inline void reduce(float* global, SharedAddress shared, u32 bytes) {
-    for (u32 n = 0; n < bytes; n += 16) {
-        float x[4];
-        __builtin_memcpy(x, async_read(shared + n, 16, "bulk_reduce_add"), 16);
-        for (u32 m = 0; m < 4; ++m)
-            atomic_add(global + n / 4 + m, x[m]);
-    }
+    trace("store", bytes);
+    const SharedAddress from = shared_address(shared);
+    start(Unit::kStores, work([=] {
+              for (u32 n = 0; n < bytes; n += 16)
+                  copy(global + n / 4, reinterpret_cast<const float*>(async_read(from + n, 16, who)));
+          }));
 }
 
 }  // namespace emulated
@@ -148,22 +144,15 @@ DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, 
 }
 
 DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
-    using namespace emulated;
-    checked_bulk(global, bytes, "bulk_reduce_add");
-    trace("store", bytes);
-    const SharedAddress from = shared_address(shared);
-    start(Unit::kStores, work([=] { reduce(global, from, bytes); }));
+    emulated::bulk(global, shared, bytes, "bulk_reduce_add", [](float* target, const float* x) {
+        for (u32 n = 0; n < 4; ++n)
+            emulated::atomic_add(target + n, x[n]);
+    });
 }
 
 DEVICE void bulk_store(float* global, const void* shared, u32 bytes) {
-    using namespace emulated;
-    checked_bulk(global, bytes, "bulk_store");
-    trace("store", bytes);
-    const SharedAddress from = shared_address(shared);
-    start(Unit::kStores, work([=] {
-              for (u32 n = 0; n < bytes; n += 16)
-                  __builtin_memcpy(global + n / 4, async_read(from + n, 16, "bulk_store"), 16);
-          }));
+    emulated::bulk(global, shared, bytes, "bulk_store",
+                   [](float* target, const float* x) { __builtin_memcpy(target, x, 16); });
 }
 
 DEVICE void bulk_commit() {
@@ -180,8 +169,7 @@ DEVICE void bulk_wait_read() {
 /// Stores write as soon as they read.
 template <u32 kPending>
 DEVICE void bulk_wait() {
-    emulated::trace("store wait", kPending);
-    emulated::wait(emulated::Unit::kStores, kPending);
+    bulk_wait_read<kPending>();
 }
 
 /// Copies here see global memory as threads do.

@@ -1,5 +1,5 @@
 // What the threads of a block ask for, in order: for `cupyflash trace` (cupyflash/trace). Recorded only where
-// CF_EMULATED_TRACED is defined; the body is in launch.cuh.
+// CF_EMULATED_TRACED is defined; the body is in launch.cu.
 #pragma once
 #include "platform/types.cuh"
 

@@ -1,14 +1,8 @@
 // Element types, address types and the words that every kernel is written with. Host side: the twin of ptx/types.cuh.
-// No standard header is included before the kernel (launch.cuh comes after it), so that a kernel which leans on one
+// No standard header is included before the kernel (launch.cu is built apart), so that a kernel which leans on one
 // does not compile here, as it would not under NVRTC.
 #pragma once
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i32 = int;
-using i64 = long long;
+#include "words.cuh"
 
 /// Not `static`: explicit specialisations may not have a storage class. The library is built with hidden symbols instead.
 #define DEVICE inline
@@ -30,19 +24,7 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
-/// IEEE binary16 and bfloat16 as bits; arithmetic is done in float32 only.
-struct Float16 {
-    u16 bits;
-};
-struct BFloat16 {
-    u16 bits;
-};
-
-/// Address in the block's shared window. A 32-bit number, not a pointer, as on the GPU.
-using SharedAddress = u32;
-DEVICE SharedAddress shared_address(const void* pointer);
-
-// What the headers of this folder ask of the block that is running; launch.cuh has the bodies.
+// What the headers of this folder ask of the block that is running; launch.cu has the bodies.
 namespace emulated {
 
 /// Shared addresses start here, so that 0 is not one; it keeps the arena's alignment.
@@ -53,10 +35,16 @@ constexpr SharedAddress kSharedBase = 1024;
 
 /// The block's shared memory, of which the caller wants the first `bytes`.
 u8* shared_memory(u64 bytes);
+/// How far into it a host address lies.
+u32 shared_offset(const void* pointer);
 /// Host address of `bytes` bytes at `address`; they must lie in shared memory and be aligned to their size.
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who);
 
 }  // namespace emulated
+
+DEVICE SharedAddress shared_address(const void* pointer) {
+    return emulated::kSharedBase + emulated::shared_offset(pointer);
+}
 
 /// Where the block's shared memory begins. A macro, for it is another place in every host thread.
 #define dynamic_shared_memory emulated::shared_memory(0)

@@ -1,16 +1,12 @@
-// wgmma: D (64 x N, float32) = or += A (64 x 16) B (16 x N), 16-bit elements, one warpgroup, asynchronous. B, and A unless
-// it is in registers, lie in shared memory.
-// With warp w of the warpgroup, g = lane / 4 and t = lane % 4 a lane holds
-//   D: d[4j], d[4j+1] = (16w + g, 8j + 2t), (.., 8j + 2t + 1);  d[4j+2], d[4j+3] = the same columns of row 16w + g + 8
-//   A in registers, as for mma.sync: a[0] = (g, 2t..2t+1), a[1] = (g+8, same), a[2] = (g, 2t+8..), a[3] = (g+8, 2t+8..)
-// Registers of D and A must not be touched between wgmma_fence and the wait that covers the products.
+// wgmma: D (64 x N, float32) = or += A (64 x 16) B (16 x N), 16-bit elements, one warpgroup, asynchronous. What a lane
+// holds, and contracts of the functions: ptx/wgmma.cuh.
 //
 // The warps of a warpgroup issue the same products, but as PTX has it only the lanes of a warp wait for one another. Every
 // warp therefore does its 16 rows at a moment of its own: what one warp wrote and another reads needs a barrier.
-// Contracts of the functions: ptx/wgmma.cuh.
 #pragma once
 #include "platform/block.cuh"
 #include "platform/convert.cuh"
+#include "platform/mma.cuh"
 #include "platform/types.cuh"
 
 DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
@@ -65,7 +61,7 @@ struct WgmmaOperands {
     Operand b_operand() const { return Operand(b_descriptor, transposed_b); }
 };
 
-/// One warp's 16 rows of a product. Added one by one in float32, in the order of k.
+/// One warp's 16 rows of a product.
 template <typename T, u32 kN>
 struct Product : Work {
     WgmmaOperands own;
@@ -74,26 +70,13 @@ struct Product : Work {
     u32 first_row;
 
     void perform() override {
-        float A[16][16], B[16][kN], D[16][kN] = {};
+        float A[16][16], B[16][kN];
         own.b_operand().template read<T, kN>(B, 0);
         if (own.a == nullptr)
             own.a_operand().template read<T, 16>(A, first_row);
-        for (u32 l = 0; l < kLanes; ++l) {
-            const u32 g = l / 4, t = l % 4;
-            for (u32 n = 0; n < 8 && own.a != nullptr; ++n) {
-                const u16 bits = static_cast<u16>(a[l][n / 2] >> 16 * (n % 2));
-                A[2 * t + n % 2 + 8 * (n / 4)][g + 8 * (n / 2 % 2)] = to_float(T{bits});
-            }
-            for (u32 n = 0; n < kN / 2 && own.accumulate; ++n)
-                D[g + 8 * (n / 2 % 2)][8 * (n / 4) + 2 * t + n % 2] = d[l][n];
-        }
-        for (u32 i = 0; i < 16; ++i)
-            for (u32 k = 0; k < 16; ++k)
-                for (u32 j = 0; j < kN; ++j)
-                    D[i][j] += A[k][i] * B[k][j];
-        for (u32 l = 0; l < kLanes; ++l)
-            for (u32 n = 0; n < kN / 2; ++n)
-                d[l][n] = D[l / 4 + 8 * (n / 2 % 2)][8 * (n / 4) + 2 * (l % 4) + n % 2];
+        else
+            read_a<T>(A, a);
+        add_product(d, A, B, own.accumulate);
     }
 };
 

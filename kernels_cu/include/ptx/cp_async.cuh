@@ -2,26 +2,7 @@
 // On sm_75, which lacks it, a copy is done at once and waiting is free.
 #pragma once
 #include "platform/types.cuh"
-
-/// Word of kBytes bytes (a power of two up to 16), for copies through registers.
-template <u32 kBytes>
-struct Word;
-template <>
-struct Word<2> {
-    using type = u16;
-};
-template <>
-struct Word<4> {
-    using type = u32;
-};
-template <>
-struct Word<8> {
-    using type = uint2;
-};
-template <>
-struct Word<16> {
-    using type = uint4;
-};
+#include "word.cuh"
 
 /// Starts copying kBytes (2, 4, 8 or 16; both addresses so aligned) to shared memory; with valid = false nothing is read
 /// and zeros are written.

@@ -1,30 +1,13 @@
 // Element types, address types and the words that every kernel is written with. CUDA side.
 // NVRTC is given no headers at all, so that compiling needs no toolkit: the few types needed are named here.
 #pragma once
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i32 = int;
-using i64 = long long;
+#include "words.cuh"
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks_per_sm) extern "C" __global__ __launch_bounds__(threads, blocks_per_sm)
 #define PARAMS(Type) const __grid_constant__ Type
 
-/// IEEE binary16 and bfloat16 as bits; arithmetic is done in float32 only.
-struct Float16 {
-    u16 bits;
-};
-struct BFloat16 {
-    u16 bits;
-};
-
 extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
-
-/// Address in the shared window, as ldmatrix and cp.async take it.
-using SharedAddress = u32;
 
 /// CF_SHARED_BASE: where dynamic shared memory begins, if the host knows. An address is then a constant plus an index; else
 /// the compiler computes the base anew from a special register in every iteration of a loop that holds many registers.

@@ -1,14 +1,16 @@
-// The emulated device: runs a kernel for every block of a grid, one fiber per thread. emulated.py puts this file after the
-// kernel, so that the standard headers below stay out of the kernel's sight.
+// The emulated device: runs a kernel for every block of a grid, one fiber per thread. A translation unit of its own, built
+// once for all kernels, whose sight the standard headers below stay out of.
 //
 // Only one fiber of a block runs at a time, until it waits at a collective; which one is next is the scheduler's
 // choice (Order). A fiber that waits is switched away from in a few nanoseconds, without a system call. The threads of
 // a warp are fibers of their own: between collectives they do not move in step, as on any GPU since Volta.
-#pragma once
+#define CF_SHARED_BYTES 0  // of a kernel; there is none in this file
+#include "platform/block.cuh"
 
 #include <dlfcn.h>
+#include <execinfo.h>
 #include <sys/mman.h>
-#include <unistd.h>
+#include <ucontext.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -26,12 +29,6 @@
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
-#endif
-
-#if defined(__x86_64__) && defined(__linux__) && !defined(CF_EMULATED_UCONTEXT)
-#define CF_EMULATED_SWITCH 1
-#else
-#include <ucontext.h>
 #endif
 
 namespace emulated {
@@ -50,20 +47,17 @@ struct Pace {
     std::atomic<u64> steps{0};  // that threads have given way
 };
 
+/// As emulated.py packs it.
 struct Launch {
     Kernel kernel;
-    u32 grid;
-    u32 threads;
-    u64 shared_bytes;
     const void* params;
-    u64 seed;
+    u64 params_bytes, shared_bytes, seed;
+    u32 grid, threads, workers;
     Order order;
     CopyMode copy_mode;
-    Pace& pace;
 };
 
-constexpr u32 kMaxWarps = 32;
-constexpr u32 kMaxThreads = kLanes * kMaxWarps;
+constexpr u32 kMaxThreads = 1024;
 constexpr u64 kSharedAlignment = 1024;
 // What memory holds that nobody has written (host.py fills workspaces with it too). NaN in every floating-point type, so
 // that it shows in results, and no NaN that anybody else makes, so that reads of it can be reported.
@@ -72,44 +66,13 @@ constexpr u16 kPoison = 0xffd5;
 // ---- Contexts: a stack and where it was left.
 
 struct Context {
-#if defined(CF_EMULATED_SWITCH)
-    void* stack_pointer = nullptr;
-#else
-    ucontext_t registers;
-#endif
+    ucontext_t start;  // on its stack
+    bool started = true;
+    void* left_at[5];  // after that
     void* stack = nullptr;
     u64 stack_bytes = 0;
     void* sanitizer_stack = nullptr;
 };
-
-#if defined(CF_EMULATED_SWITCH)
-// Saves the registers a callee must preserve on the old stack and takes the new stack's; the rest is the compiler's.
-extern "C" __attribute__((visibility("hidden"))) void emulated_switch(void** save_stack_pointer, void* stack_pointer);
-asm(R"(
-    .pushsection .text
-    .p2align 4
-    .hidden emulated_switch
-    .type emulated_switch, @function
-emulated_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-    .size emulated_switch, . - emulated_switch
-    .popsection
-)");
-#endif
 
 /// Threads leave their last frames without returning from them; AddressSanitizer must not hold that against the next user.
 void forget_frames([[maybe_unused]] void* stack, [[maybe_unused]] u64 bytes) {
@@ -118,76 +81,57 @@ void forget_frames([[maybe_unused]] void* stack, [[maybe_unused]] u64 bytes) {
 #endif
 }
 
-/// Makes `context` start in `entry` on its stack when it is switched to.
-void prepare(Context& context, void (*entry)(), u64 stack_offset) {
+/// Makes `context` start in `entry` on its stack when it is switched to, `offset` below the stack's end.
+void prepare(Context& context, void (*entry)(), u64 offset) {
     forget_frames(context.stack, context.stack_bytes);
-#if defined(CF_EMULATED_SWITCH)
-    auto* top = reinterpret_cast<void**>(static_cast<u8*>(context.stack) + context.stack_bytes - stack_offset);
-    *--top = nullptr;                         // the return address of entry, which does not return
-    *--top = reinterpret_cast<void*>(entry);  // where emulated_switch returns to
-    for (u32 n = 0; n < 6; ++n)
-        *--top = nullptr;  // the registers it takes
-    context.stack_pointer = top;
-#else
-    getcontext(&context.registers);
-    context.registers.uc_stack.ss_sp = context.stack;
-    context.registers.uc_stack.ss_size = context.stack_bytes - stack_offset;
-    context.registers.uc_link = nullptr;
-    makecontext(&context.registers, entry, 0);
-#endif
+    getcontext(&context.start);
+    context.start.uc_stack.ss_sp = context.stack;
+    context.start.uc_stack.ss_size = context.stack_bytes - offset;
+    makecontext(&context.start, entry, 0);
+    context.started = false;
 }
 
-/// `leaving`: `from` will not be continued.
+/// Not part of switch_context, because both ends of a jump may not be in one function. To AddressSanitizer, a jump would
+/// leave frames for good.
+[[noreturn]] __attribute__((noinline, no_sanitize_address)) void go_on(Context& context) {
+    if (context.started)
+        __builtin_longjmp(context.left_at, 1);
+    context.started = true;
+    setcontext(&context.start);
+    std::abort();
+}
+
+/// `leaving`: `from` will not be continued. A jump and no swapcontext, which would ask the system for the signal mask.
 void switch_context(Context& from, Context& to, [[maybe_unused]] bool leaving) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(leaving ? nullptr : &from.sanitizer_stack, to.stack, to.stack_bytes);
 #endif
-#if defined(CF_EMULATED_SWITCH)
-    emulated_switch(&from.stack_pointer, to.stack_pointer);
-#else
-    swapcontext(&from.registers, &to.registers);
-#endif
+    if (__builtin_setjmp(from.left_at) == 0)
+        go_on(to);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(from.sanitizer_stack, nullptr, nullptr);
 #endif
 }
 
-/// The stacks of one block's fibers, reused from block to block. A page below each one is out of bounds.
-class Stacks {
-  public:
-    explicit Stacks(u32 count) : page_(static_cast<u64>(sysconf(_SC_PAGESIZE))), bytes_(count * stride()) {
-        memory_ = static_cast<u8*>(mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        if (memory_ == MAP_FAILED) {
-            std::perror("emulated: no memory for the threads' stacks");
-            std::abort();
-        }
-        for (u32 n = 0; n < count; ++n)
-            mprotect(memory_ + n * stride(), page_, PROT_NONE);
-    }
-    ~Stacks() {
-        forget_frames(memory_, bytes_);
-        munmap(memory_, bytes_);
-    }
-    Stacks(const Stacks&) = delete;
-    Stacks& operator=(const Stacks&) = delete;
+constexpr u64 kStackBytes = 256 * 1024, kGuardBytes = 64 * 1024;  // multiples of any page
+using Stacks = std::unique_ptr<u8, std::function<void(u8*)>>;
 
-    void assign(Context& context, u32 n) {
-        context.stack = memory_ + n * stride() + page_;
-        context.stack_bytes = kStackBytes;
-    }
+u8* stack(const Stacks& stacks, u32 n) { return stacks.get() + n * (kGuardBytes + kStackBytes) + kGuardBytes; }
 
-  private:
-#if defined(__SANITIZE_ADDRESS__)
-    static constexpr u64 kStackBytes = 256 * 1024;
-#else
-    static constexpr u64 kStackBytes = 128 * 1024;
-#endif
-    u64 stride() const { return kStackBytes + page_; }
-
-    u64 page_;
-    u64 bytes_;
-    u8* memory_;
-};
+/// The stacks of one block's fibers, reused from block to block. What is below each one is out of bounds.
+Stacks map_stacks(u32 count) {
+    const u64 bytes = count * (kGuardBytes + kStackBytes);
+    void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        throw std::bad_alloc();
+    Stacks stacks(static_cast<u8*>(memory), [bytes](u8* begin) {
+        forget_frames(begin, bytes);
+        munmap(begin, bytes);
+    });
+    for (u32 n = 0; n < count; ++n)
+        mprotect(stack(stacks, n), kStackBytes, PROT_READ | PROT_WRITE);
+    return stacks;
+}
 
 // ---- The block.
 
@@ -224,61 +168,47 @@ struct Fiber {
 struct Warp {
     void* operands[kLanes];
     // Lanes, one bit each:
-    u32 arrived = 0;  // at the current collective
-    u32 ready = 0;    // able to run
-    u32 running = 0;  // not yet returned
+    u32 arrived = 0;    // at the current collective
+    u32 ready = 0;      // able to run
+    u32 running = ~0u;  // not yet returned
     Queue products;
     u64 products_started = 0;
     bool fenced = false;  // since the last wait for products
 };
 
-struct Free {
-    void operator()(u8* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<u8, Free>;
+using Memory = std::unique_ptr<u8, decltype(&std::free)>;
 
 /// Exactly as large as asked for, so that AddressSanitizer sees the end.
 Memory allocate(u64 bytes, u64 alignment) {
     void* memory = nullptr;
     if (bytes != 0 && posix_memalign(&memory, alignment, bytes) != 0)
         std::abort();
-    return Memory(static_cast<u8*>(memory));
+    return Memory(static_cast<u8*>(memory), &std::free);
 }
 
 struct Cluster;
 
 struct Block {
-    Block(const Launch& launch_, Cluster& cluster_, Stacks& stacks, u32 first_stack)
-        : launch(launch_),
-          cluster(cluster_),
-          warps_used(launch_.threads / kLanes),
-          fibers(launch_.threads),
-          shared(allocate(launch_.shared_bytes, kSharedAlignment)),
-          async_view(allocate(launch_.shared_bytes, kSharedAlignment)) {
-        for (u32 n = 0; n < launch.threads; ++n)
-            stacks.assign(fibers[n].context, first_stack + n);
-    }
-
     const Launch& launch;
+    Pace& pace;
     Cluster& cluster;
-    u32 index = 0;
-    u32 current = 0;  // the running thread
-    std::string error;
-    BlockState state;
-    u32 warps_used;
-    std::vector<Fiber> fibers;
-    Warp warps[kMaxWarps];
+    const u32 index;
+    u64 random_state = std::max((launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull, 1ull);
+    std::vector<Fiber> fibers{launch.threads};
+    std::vector<Warp> warps{launch.threads / kLanes};
+    u32 current = 0;      // the running thread
     u32 ready_warps = 0;  // warps with a lane that can run, one bit each
-    u32 running = 0;      // threads that have not returned
+    u32 running = launch.threads;
     u32 at_barrier = 0;
     const char* barrier = nullptr;
-    bool any = false;
-    bool any_result = false;
-    u64 random_state = 1;
+    bool any = false, any_result = false;
     CopyMode modes[std::size(kUnits)];  // of the units in this block
     Queue loads;
     std::vector<Signature> products[kMaxThreads / kWarpgroup];  // of each warpgroup, by the first warp to start them
-    Memory shared, async_view;
+    Memory shared = allocate(launch.shared_bytes, kSharedAlignment),
+           async_view = allocate(launch.shared_bytes, kSharedAlignment);
+    BlockState state = {};
+    std::string error;
 };
 
 /// Blocks that run on one host thread: the threads of all of them take turns.
@@ -312,14 +242,10 @@ u32 pick_any(u32 mask) {
 
 /// The same by the launch's order.
 u32 pick(u32 mask) {
-    switch (block->launch.order) {
-        case Order::kForward:
-            return static_cast<u32>(__builtin_ctz(mask));
-        case Order::kReverse:
-            return 31 - static_cast<u32>(__builtin_clz(mask));
-        case Order::kRandom:
-            break;
-    }
+    if (block->launch.order == Order::kForward)
+        return static_cast<u32>(__builtin_ctz(mask));
+    if (block->launch.order == Order::kReverse)
+        return 31 - static_cast<u32>(__builtin_clz(mask));
     return pick_any(mask);
 }
 
@@ -340,29 +266,28 @@ void suspend(const char* name) {
     __builtin_unreachable();
 }
 
-[[noreturn]] void end_block(const std::string& message) {
+void fail(const char* format, ...) {
+    char message[512];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
     block = visitor != nullptr ? visitor : block;
     visitor = nullptr;
-    block->error = "block " + std::to_string(block->index) + ", thread " + std::to_string(block->current) + " (warp " +
-                   std::to_string(block->current / kLanes) + ", lane " + std::to_string(block->current % kLanes) +
-                   "): " + message;
+    const u32 warp = block->current / kLanes, lane = block->current % kLanes;
+    char who[128];
+    std::snprintf(who, sizeof who, "block %u, thread %u (warp %u, lane %u): ", block->index, block->current, warp,
+                  lane);
+    block->error = std::string(who) + message;
     leave();
 }
 
 // ---- Asynchronous work.
 
 Queue& queue(Unit unit) {
-    switch (unit) {
-        case Unit::kCopies:
-            return fiber().copies;
-        case Unit::kStores:
-            return fiber().stores;
-        case Unit::kProducts:
-            return warp().products;
-        case Unit::kLoads:
-            break;
-    }
-    return block->loads;
+    if (unit == Unit::kLoads)
+        return block->loads;
+    return unit == Unit::kProducts ? warp().products : unit == Unit::kStores ? fiber().stores : fiber().copies;
 }
 
 /// Performs the n-th of a queue unless that has been done; of products, all before it too.
@@ -385,14 +310,20 @@ void start(Unit unit, Work* work) {
         perform(unit, own.items.size() - 1);
 }
 
+/// One of a unit's works; false if there is none.
+bool perform_any(Unit unit) {
+    const u64 count = queue(unit).items.size();
+    if (count != 0)
+        perform(unit, random(static_cast<u32>(count)));
+    return count != 0;
+}
+
 /// A thread that comes to a meeting may find that some work has been done.
 void perform_some() {
-    for (u32 n = 0; n < std::size(kUnits); ++n) {
-        const Unit unit = static_cast<Unit>(n);
-        const u32 count = static_cast<u32>(queue(unit).items.size());
-        if (count != 0 && block->modes[n] == CopyMode::kRandom && random(kUnits[n].patience) == 0)
-            perform(unit, random(count));
-    }
+    for (u32 n = 0; n < std::size(kUnits); ++n)
+        if (const Unit unit = static_cast<Unit>(n);
+            block->modes[n] == CopyMode::kRandom && !queue(unit).items.empty() && random(kUnits[n].patience) == 0)
+            perform_any(unit);
 }
 
 void wait(Unit unit, u32 pending) {
@@ -407,12 +338,12 @@ void start_product(Work* work, const Signature& signature) {
     Warp& own = warp();
     std::vector<Signature>& started = block->products[block->current / kWarpgroup];
     if (!own.fenced)
-        end_block("wgmma: no wgmma_fence since the last wgmma_wait");
+        fail("wgmma: no wgmma_fence since the last wgmma_wait");
     const u64 n = own.products_started++;
     if (n == started.size())
         started.push_back(signature);
     else if (std::memcmp(&started[n], &signature, sizeof signature) != 0)
-        end_block("wgmma: product " + std::to_string(n) + " is not that of the other warps of its warpgroup");
+        fail("wgmma: product %llu is not that of the other warps of its warpgroup", n);
     start(Unit::kProducts, work);
 }
 
@@ -424,15 +355,15 @@ void wait_products(u32 pending) {
     Warp& own = warp();
     const Queue& products = own.products;
     if (!products.items.empty() && products.items.back().group == products.groups_committed)
-        end_block("wgmma_wait: no wgmma_commit since the last product");
+        fail("wgmma_wait: no wgmma_commit since the last product");
     own.fenced = false;
     wait(Unit::kProducts, pending);
 }
 
 void check_finished(Unit unit) {
+    const UnitTraits& traits = kUnits[static_cast<u32>(unit)];
     if (const u64 left = queue(unit).items.size(); left != 0)
-        end_block("returned with " + std::to_string(left) + " " + kUnits[static_cast<u32>(unit)].works + " that no " +
-                  kUnits[static_cast<u32>(unit)].wait + " has covered");
+        fail("returned with %llu %s that no %s has covered", left, traits.works, traits.wait);
 }
 
 // ---- Waiting.
@@ -467,19 +398,19 @@ void turn_to_block() {
     const auto& blocks = own->cluster.blocks;
     for (u32 loading = 1; loading != 0;) {
         u32 able = loading = 0;
-        for (u32 n = 0; n < kClusterBlocks; ++n) {
+        for (u32 n = 0; n < blocks.size(); ++n) {
             able |= u32{blocks[n]->ready_warps != 0} << n;
             loading |= u32{!blocks[n]->loads.items.empty()} << n;
         }
         if (able != 0) {
             const bool stays = own->launch.order == Order::kRandom && own->ready_warps != 0;
-            if (kClusterBlocks > 1 && (!stays || random(16) == 0))
+            if (blocks.size() > 1 && (!stays || random(16) == 0))
                 block = blocks[one_of(able)].get();
             return;
         }
         if (loading != 0) {
             block = blocks[one_of(loading)].get();
-            perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
+            perform_any(Unit::kLoads);
             block = own;
         }
     }
@@ -492,7 +423,14 @@ void turn_to_block() {
     leave();
 }
 
-/// Leaves the current thread, which may be ready or not, for the next one that is.
+/// From a thread, which may be ready or not, to one of the block that is.
+void switch_thread(Fiber& from, u32 warp, u32 lane) {
+    block->current = warp * kLanes + lane;
+    if (&fiber() != &from)
+        switch_context(from.context, fiber().context, from.returned);
+}
+
+/// Leaves the current thread for the next one that is ready.
 void run_next() {
     Fiber& from = fiber();
     turn_to_block();
@@ -500,9 +438,7 @@ void run_next() {
     // Random order mostly stays in a warp: long runs of one warp expose more than a fair shuffle.
     if (block->launch.order != Order::kRandom || block->warps[warp].ready == 0 || random(16) == 0)
         warp = pick(block->ready_warps);
-    block->current = warp * kLanes + pick(block->warps[warp].ready);
-    if (&fiber() != &from)
-        switch_context(from.context, fiber().context, from.returned);
+    switch_thread(from, warp, pick(block->warps[warp].ready));
 }
 
 void meet_warp(const char* name, void* operands, WarpOperation operation) {
@@ -512,7 +448,7 @@ void meet_warp(const char* name, void* operands, WarpOperation operation) {
     if (warp.arrived != 0) {
         const char* other = block->fibers[w * kLanes + static_cast<u32>(__builtin_ctz(warp.arrived))].waits_at;
         if (other != name && std::strcmp(other, name) != 0)  // equal names mostly are one string
-            end_block(std::string("at ") + name + " while other lanes of its warp wait at " + other);
+            fail("at %s while other lanes of its warp wait at %s", name, other);
     }
     warp.operands[l] = operands;
     warp.arrived |= 1u << l;
@@ -531,7 +467,7 @@ void release_barrier() {
     block->at_barrier = 0;
     block->any_result = block->any;
     block->any = false;
-    for (u32 w = 0; w < block->warps_used; ++w)
+    for (u32 w = 0; w < block->warps.size(); ++w)
         set_ready(w, block->warps[w].running);
 }
 
@@ -539,7 +475,7 @@ bool meet_block(const char* name, bool predicate) {
     trace("block barrier");
     perform_some();
     if (block->at_barrier != 0 && std::strcmp(block->barrier, name) != 0)
-        end_block(std::string("at ") + name + " while other threads of the block wait at " + block->barrier);
+        fail("at %s while other threads of the block wait at %s", name, block->barrier);
     block->barrier = name;
     block->any = block->any || predicate;
     ++block->at_barrier;
@@ -569,10 +505,11 @@ void wake(const void* object) {
 }
 
 Visit::Visit(u32 rank, const char* who) {
+    const auto& blocks = block->cluster.blocks;
     visitor = block;
-    block = rank < kClusterBlocks ? block->cluster.blocks[rank].get() : block;
-    if (rank >= kClusterBlocks || block->running == 0)
-        fail("%s: block %u of the cluster %s", who, rank, rank < kClusterBlocks ? "has ended" : "does not exist");
+    block = rank < blocks.size() ? blocks[rank].get() : block;
+    if (rank >= blocks.size() || block->running == 0)
+        fail("%s: block %u of the cluster %s", who, rank, rank < blocks.size() ? "has ended" : "does not exist");
 }
 
 Visit::~Visit() {
@@ -580,25 +517,27 @@ Visit::~Visit() {
     visitor = nullptr;
 }
 
+u32 cluster_threads() { return static_cast<u32>(block->cluster.blocks.size()) * block->launch.threads; }
+
 void meet_cluster() {
     perform_some();
     Cluster& own = block->cluster;
-    if (++own.arrived == kClusterBlocks * block->launch.threads) {
+    if (++own.arrived == cluster_threads()) {
         own.arrived = 0;
-        for (u32 n = 0; n < kClusterBlocks; ++n) {
+        for (u32 n = 0; n < own.blocks.size(); ++n) {
             const Visit each(n, "cluster_sync");
             wake(&own);
         }
         give_way();
     } else {
         wait_for(&own, own.arrived, [](const void*, u32 nth, char* text, u64 bytes) {
-            std::snprintf(text, bytes, "cluster_sync, as number %u of %u", nth, kClusterBlocks * block->launch.threads);
+            std::snprintf(text, bytes, "cluster_sync, as number %u of %u", nth, cluster_threads());
         });
     }
 }
 
 void give_way() {
-    ++block->launch.pace.steps;
+    ++block->pace.steps;
     perform_some();
     run_next();
 }
@@ -607,23 +546,22 @@ void give_way() {
 /// until no thread can run.
 void poll() {
     constexpr u32 kLoadsPatience = 16;
-    ++block->launch.pace.steps;
+    ++block->pace.steps;
     perform_some();
     if (!block->loads.items.empty() && random(kLoadsPatience) == 0)
-        perform(Unit::kLoads, random(static_cast<u32>(block->loads.items.size())));
-    Fiber& from = fiber();
-    const u32 warp = pick_any(block->ready_warps);
-    block->current = warp * kLanes + pick_any(block->warps[warp].ready);
-    if (&fiber() != &from)
-        switch_context(from.context, fiber().context, false);
-    else
+        perform_any(Unit::kLoads);
+    const u32 own = block->current, warp = pick_any(block->ready_warps), lane = pick_any(block->warps[warp].ready);
+    if (warp * kLanes + lane == own)
         std::this_thread::yield();  // to another block's
+    switch_thread(fiber(), warp, lane);
 }
+
+u32 patience() { return block->launch.workers == 1 ? 1 << 18 : 1 << 22; }
 
 /// Until they have done so many steps, or all of them have ended or lag, too.
 void lag() {
     constexpr u32 kMostSteps = 1024;
-    Pace& pace = block->launch.pace;
+    Pace& pace = block->pace;
     const u64 end = pace.steps + random(kMostSteps);
     --pace.awake;
     while (pace.awake != 0 && pace.steps < end)
@@ -634,25 +572,31 @@ void lag() {
 // ---- Running.
 
 [[noreturn]] void run_fiber() {
+#if defined(__SANITIZE_ADDRESS__)
+    const void* previous_stack;
+    size_t previous_bytes;
+    __sanitizer_finish_switch_fiber(nullptr, &previous_stack, &previous_bytes);
+    // The very first fiber is entered from run(), whose stack nobody else knows.
+    if (Context& main = block->cluster.main; main.stack == nullptr) {
+        main.stack = const_cast<void*>(previous_stack);
+        main.stack_bytes = previous_bytes;
+    }
+#endif
     block->launch.kernel(block->launch.params);
     for (const Unit unit : {Unit::kCopies, Unit::kStores, Unit::kProducts})
         check_finished(unit);
     if (block->running == 1) {
         check_finished(Unit::kLoads);
-        for (u32 w = 0; w < block->warps_used; ++w)
-            if (block->warps[w].products_started != block->products[w / 4].size())
-                end_block("warp " + std::to_string(w) + " took part in " +
-                          std::to_string(block->warps[w].products_started) + " of the " +
-                          std::to_string(block->products[w / 4].size()) + " products of its warpgroup");
+        for (u32 w = 0; w < block->warps.size(); ++w)
+            if (const u64 took = block->warps[w].products_started, all = block->products[w / 4].size(); took != all)
+                fail("warp %u took part in %llu of the %llu products of its warpgroup", w, took, all);
     }
     fiber().returned = true;
     suspend(nullptr);
     warp().running &= ~(1u << block->current % kLanes);
     --block->running;
-    u32 running = 0;
-    for (const auto& each : block->cluster.blocks)
-        running += each->running;
-    if (running == 0)
+    const auto& blocks = block->cluster.blocks;
+    if (std::all_of(blocks.begin(), blocks.end(), [](const auto& each) { return each->running == 0; }))
         leave();
     if (block->at_barrier == block->running)
         release_barrier();
@@ -660,59 +604,34 @@ void lag() {
     __builtin_unreachable();
 }
 
-void start_fiber() {
-#if defined(__SANITIZE_ADDRESS__)
-    const void* previous_stack;
-    u64 previous_bytes;
-    static_assert(sizeof(size_t) == sizeof previous_bytes);
-    __sanitizer_finish_switch_fiber(nullptr, &previous_stack, reinterpret_cast<size_t*>(&previous_bytes));
-    // The very first fiber is entered from run(), whose stack nobody else knows.
-    if (Context& main = block->cluster.main; main.stack == nullptr) {
-        main.stack = const_cast<void*>(previous_stack);
-        main.stack_bytes = previous_bytes;
-    }
-#endif
-    run_fiber();
-}
-
-/// Makes all threads of `own`, as block `index`, ready to start.
-void begin(Block& own, u32 index) {
+/// Makes all threads of a block ready to start.
+void begin(Block& own, const Stacks& stacks, u32 first_stack) {
     block = &own;
-    block->index = index;
-    block->random_state = (block->launch.seed + 1) * 0x9e3779b97f4a7c15ull ^ (index + 1) * 0xbf58476d1ce4e5b9ull;
-    if (block->random_state == 0)
-        block->random_state = 1;
-    if (block->launch.shared_bytes != 0) {
-        for (u8* memory : {block->shared.get(), block->async_view.get()})
-            std::fill_n(reinterpret_cast<u16*>(memory), block->launch.shared_bytes / sizeof(u16), kPoison);
-    }
-    block->state = {};
+    for (u8* memory : {own.shared.get(), own.async_view.get()})
+        std::fill_n(reinterpret_cast<u16*>(memory), own.launch.shared_bytes / sizeof(u16), kPoison);
     // At random, one unit may be as fast and another as slow as can be: together they show more than in step.
-    for (CopyMode& mode : block->modes)
-        mode =
-            block->launch.copy_mode == CopyMode::kRandom ? static_cast<CopyMode>(random(3)) : block->launch.copy_mode;
-    block->modes[static_cast<u32>(Unit::kCopies)] = block->launch.copy_mode;
-    block->running = block->launch.threads;
-    for (u32 w = 0; w < block->warps_used; ++w) {
-        block->warps[w].running = ~0u;
-        block->warps[w].products_started = 0;
-        block->warps[w].fenced = false;
-        block->products[w / 4].clear();
+    for (CopyMode& mode : own.modes)
+        mode = own.launch.copy_mode == CopyMode::kRandom ? static_cast<CopyMode>(random(3)) : own.launch.copy_mode;
+    own.modes[static_cast<u32>(Unit::kCopies)] = own.launch.copy_mode;
+    for (u32 w = 0; w < own.warps.size(); ++w)
         set_ready(w, ~0u);
-    }
-    for (u32 n = 0; n < block->launch.threads; ++n) {
-        Fiber& fiber = block->fibers[n];
-        fiber.returned = false;
+    for (u32 n = 0; n < own.launch.threads; ++n) {
+        Context& context = own.fibers[n].context;
+        context.stack = stack(stacks, first_stack + n);
+        context.stack_bytes = kStackBytes;
         // All stacks begin at the same place of a page; shifting them keeps the busy ends out of the same cache sets.
-        prepare(fiber.context, &start_fiber, n % 64 * 64);
+        prepare(context, &run_fiber, n % 64 * 64);
     }
-    block->current = pick(block->ready_warps) * kLanes + pick(~0u);
+    own.current = pick(own.ready_warps) * kLanes + pick(~0u);
 }
 
 /// Runs the cluster whose first block has this index to its end. The reason why it failed, or nothing.
-std::string run(Cluster& cluster, u32 first) {
-    for (u32 n = 0; n < kClusterBlocks; ++n)
-        begin(*cluster.blocks[n], first + n);
+std::string run(const Launch& launch, Pace& pace, u32 first, const Stacks& stacks) {
+    Cluster cluster;
+    for (u32 n = 0; n < cluster_blocks(); ++n)
+        cluster.blocks.emplace_back(new Block{launch, pace, cluster, first + n});
+    for (u32 n = 0; n < cluster_blocks(); ++n)
+        begin(*cluster.blocks[n], stacks, n * launch.threads);
     switch_context(cluster.main, fiber().context, false);
     std::string error;
     for (const auto& each : cluster.blocks)
@@ -722,20 +641,12 @@ std::string run(Cluster& cluster, u32 first) {
 
 // ---- What the other headers call.
 
-void fail(const char* format, ...) {
-    char message[512];
-    va_list arguments;
-    va_start(arguments, format);
-    std::vsnprintf(message, sizeof message, format, arguments);
-    va_end(arguments);
-    end_block(message);
-}
-
 u32 thread_index() { return block->current; }
 u32 block_index() { return block->index; }
 u32 block_threads() { return block->launch.threads; }
 u32 grid_size() { return block->launch.grid; }
-u32 cluster_rank() { return block->index % kClusterBlocks; }
+u32 cluster_rank() { return block->index % cluster_blocks(); }
+__attribute__((weak)) u32 cluster_blocks() { return 1; }
 BlockState& block_state() { return block->state; }
 
 u8* shared_memory(u64 bytes) {
@@ -743,6 +654,13 @@ u8* shared_memory(u64 bytes) {
         fail("the kernel uses %llu bytes of shared memory but is launched with %llu", bytes,
              block->launch.shared_bytes);
     return block->shared.get();
+}
+
+u32 shared_offset(const void* pointer) {
+    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - block->shared.get());
+    if (offset > block->launch.shared_bytes)
+        fail("shared_address: %p is not in shared memory", pointer);
+    return static_cast<u32>(offset);
 }
 
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
@@ -776,10 +694,10 @@ void publish_shared() { std::memcpy(block->async_view.get(), block->shared.get()
 
 /// The blocks of a grid, the first of each cluster, in the order in which they are started.
 std::vector<u32> block_order(const Launch& launch) {
-    const u32 clusters = launch.grid / kClusterBlocks;
+    const u32 clusters = launch.grid / cluster_blocks();
     std::vector<u32> blocks(clusters);
     for (u32 n = 0; n < clusters; ++n)
-        blocks[n] = kClusterBlocks * (launch.order == Order::kReverse ? clusters - 1 - n : n);
+        blocks[n] = cluster_blocks() * (launch.order == Order::kReverse ? clusters - 1 - n : n);
     if (launch.order == Order::kRandom) {
         std::minstd_rand random(static_cast<u32>(launch.seed));
         std::shuffle(blocks.begin(), blocks.end(), random);
@@ -789,50 +707,30 @@ std::vector<u32> block_order(const Launch& launch) {
 
 }  // namespace emulated
 
-DEVICE SharedAddress shared_address(const void* pointer) {
-    const u64 offset = static_cast<u64>(static_cast<const u8*>(pointer) - emulated::block->shared.get());
-    if (offset > emulated::block->launch.shared_bytes)
-        emulated::fail("shared_address: %p is not in shared memory", pointer);
-    return emulated::kSharedBase + static_cast<u32>(offset);
-}
-
-/// Runs kernel(params) over `grid` blocks on `workers` host threads. Returns 0, or 1 with the reason in `message`.
-extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::Kernel kernel, u32 grid, u32 threads,
-                                                                      u64 shared_bytes, const void* params,
-                                                                      u64 params_bytes, u64 seed, u32 order,
-                                                                      u32 copy_mode, u32 workers, char* message,
+/// Runs a kernel over its grid. Returns 0, or 1 with the reason in `message`.
+extern "C" __attribute__((visibility("default"))) int emulated_launch(const emulated::Launch* packed, char* message,
                                                                       u64 message_bytes) {
     using namespace emulated;
+    Launch launch = *packed;
     // A copy of exactly this size, so that AddressSanitizer sees a kernel read beyond it; aligned for tensor maps.
-    const Memory own_params = allocate(params_bytes, 64);
-    std::memcpy(own_params.get(), params, params_bytes);
-    Pace pace{{workers}};
-    const Launch launch = {kernel,
-                           grid,
-                           threads,
-                           shared_bytes,
-                           own_params.get(),
-                           seed,
-                           static_cast<Order>(order),
-                           static_cast<CopyMode>(copy_mode),
-                           pace};
+    const Memory params = allocate(launch.params_bytes, 64);
+    std::memcpy(params.get(), launch.params, launch.params_bytes);
+    launch.params = params.get();
+    Pace pace{{launch.workers}};
     const std::vector<u32> blocks = block_order(launch);
     std::atomic<u32> next{0};
     std::mutex mutex;
-    std::string error = grid % kClusterBlocks == 0 ? "" : "the grid is no multiple of the cluster's blocks";
+    std::string error = launch.grid % cluster_blocks() == 0 ? "" : "the grid is no multiple of the cluster's blocks";
     if (!error.empty())
-        next = grid;
+        next = launch.grid;
 
     auto work = [&] {
-        Stacks stacks(threads * kClusterBlocks);
-        Cluster own;
-        for (u32 n = 0; n < kClusterBlocks; ++n)
-            own.blocks.push_back(std::make_unique<Block>(launch, own, stacks, n * threads));
+        const Stacks stacks = map_stacks(cluster_blocks() * launch.threads);
         for (u32 n; (n = next++) < blocks.size();) {
-            const std::string found = run(own, blocks[n]);
+            const std::string found = run(launch, pace, blocks[n], stacks);
             if (found.empty())
                 continue;
-            next = grid;  // the others finish the block they are at
+            next = launch.grid;  // the others finish what they are at
             const std::lock_guard<std::mutex> lock(mutex);
             if (error.empty())
                 error = found;
@@ -840,7 +738,7 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
         --pace.awake;
     };
     std::vector<std::thread> others;
-    for (u32 n = 1; n < workers; ++n)
+    for (u32 n = 1; n < launch.workers; ++n)
         others.emplace_back(work);
     work();
     for (std::thread& other : others)
@@ -853,8 +751,6 @@ extern "C" __attribute__((visibility("default"))) int emulated_launch(emulated::
 // ---- What `cupyflash trace` reads.
 
 #if defined(CF_EMULATED_TRACED)
-#include <execinfo.h>
-
 namespace emulated {
 
 /// What a warp's first lane asked for, and where: the innermost caller first.
@@ -863,24 +759,20 @@ struct Record {
     u64 a, b;
     void* callers[12];
 };
+std::vector<Record> records[kMaxThreads / kLanes];
 u32 traced_block = 0;
 u64 traced_memory[2];  // accesses to these addresses are recorded
 
-std::vector<Record>& records(u32 warp) {
-    static std::vector<Record> all[kMaxWarps];
-    return all[warp];
-}
-
 /// The first lane speaks for its warp: what a single lane does, kernels let that one do.
 void trace(const char* what, u64 a, u64 b) {
-    if (block == nullptr || block->index != traced_block || block->current % kLanes != 0)
+    if (block->index != traced_block || block->current % kLanes != 0)
         return;
-    std::vector<Record>& own = records(block->current / kLanes);
+    std::vector<Record>& own = records[block->current / kLanes];
     own.push_back({what, a, b, {}});
     backtrace(own.back().callers, static_cast<int>(std::size(own.back().callers)));
 }
 
-__attribute__((no_sanitize_address)) void on_access(u64 address, u64 bytes, bool is_read, void*) {
+void on_access(u64 address, u64 bytes, bool is_read, void*) {
     if (address >= traced_memory[0] && address < traced_memory[1])
         trace(is_read ? "read" : "write", bytes);
 }
@@ -890,66 +782,56 @@ __attribute__((no_sanitize_address)) void on_access(u64 address, u64 bytes, bool
 /// Begins anew.
 extern "C" __attribute__((visibility("default"))) void emulated_trace(u32 traced, u64 first, u64 end) {
     using namespace emulated;
-    for (u32 warp = 0; warp < kMaxWarps; ++warp)
-        records(warp).clear();
+    for (std::vector<Record>& own : records)
+        own.clear();
     traced_block = traced;
     traced_memory[0] = first;
     traced_memory[1] = end;
 }
 extern "C" __attribute__((visibility("default"))) const emulated::Record* emulated_records(u32 warp, u64* count) {
-    *count = emulated::records(warp).size();
-    return emulated::records(warp).data();
+    *count = emulated::records[warp].size();
+    return emulated::records[warp].data();
 }
-#endif
 
-// ---- Reads of memory that nobody has written: emulated.py, WATCHED.
-
-#if defined(CF_EMULATED_WATCHED)
+#else  // ---- Reads of memory that nobody has written: emulated.py, WATCHED.
 namespace emulated {
 
-thread_local bool is_checking = false;  // what the check itself reads
-
-__attribute__((no_sanitize_address)) void on_access(u64 address, u64 bytes, bool is_read, void* reader) {
-    if (block == nullptr || is_checking || !is_read)
-        return;
-    is_checking = true;
+void on_access(u64 address, u64 bytes, bool is_read, void* reader) {
     // Only shared memory is read by 2 bytes; elsewhere such a read is half of something else.
     const u64 offset = address - reinterpret_cast<u64>(block->shared.get());
     const u64 element = bytes == 2 && offset < block->launch.shared_bytes ? 2 : 4;
     const u16* halves = reinterpret_cast<const u16*>(address);
-    for (u64 n = 0; n + element <= bytes && address % element == 0; n += element)
+    for (u64 n = 0; is_read && n + element <= bytes && address % element == 0; n += element)
         if (halves[n / 2] == kPoison && halves[(n + element) / 2 - 1] == kPoison) {
             Dl_info library;
             dladdr(reader, &library);
-            is_checking = false;
             fail("reads memory that nobody has written; addr2line -i -e %s %#llx names the line", library.dli_fname,
                  static_cast<u64>(static_cast<u8*>(reader) - static_cast<u8*>(library.dli_fbase)) - 1);
         }
-    is_checking = false;
 }
 
 }  // namespace emulated
 #endif
 
-// ---- The compiler calls these at every access if emulated.py asks it to.
+// ---- The compiler calls these at every access of a kernel, if emulated.py asks it to.
 
-#if defined(CF_EMULATED_TRACED) || defined(CF_EMULATED_WATCHED)
-#define CF_ACCESS(size, bytes)                                                                       \
-    extern "C" __attribute__((no_sanitize_address)) void __asan_load##size##_noabort(u64 address) {  \
-        emulated::on_access(address, bytes, true, __builtin_return_address(0));                      \
-    }                                                                                                \
-    extern "C" __attribute__((no_sanitize_address)) void __asan_store##size##_noabort(u64 address) { \
-        emulated::on_access(address, bytes, false, __builtin_return_address(0));                     \
+#if !defined(__SANITIZE_ADDRESS__)
+#define CF_ACCESS(size)                                                         \
+    extern "C" void __asan_load##size##_noabort(u64 address) {                  \
+        emulated::on_access(address, size, true, __builtin_return_address(0));  \
+    }                                                                           \
+    extern "C" void __asan_store##size##_noabort(u64 address) {                 \
+        emulated::on_access(address, size, false, __builtin_return_address(0)); \
     }
-CF_ACCESS(1, 1)
-CF_ACCESS(2, 2)
-CF_ACCESS(4, 4)
-CF_ACCESS(8, 8)
-CF_ACCESS(16, 16)
-extern "C" __attribute__((no_sanitize_address)) void __asan_loadN_noabort(u64 address, u64 bytes) {
+CF_ACCESS(1)
+CF_ACCESS(2)
+CF_ACCESS(4)
+CF_ACCESS(8)
+CF_ACCESS(16)
+extern "C" void __asan_loadN_noabort(u64 address, u64 bytes) {
     emulated::on_access(address, bytes, true, __builtin_return_address(0));
 }
-extern "C" __attribute__((no_sanitize_address)) void __asan_storeN_noabort(u64 address, u64 bytes) {
+extern "C" void __asan_storeN_noabort(u64 address, u64 bytes) {
     emulated::on_access(address, bytes, false, __builtin_return_address(0));
 }
 extern "C" void __asan_handle_no_return() {}
