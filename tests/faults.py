@@ -1315,7 +1315,7 @@ FAULTS = [
         "        *work_counter(params) = 0;\n",
         "        ;\n",
         "workspace",
-        "backward hopper, plain, 130x70x2x3x1",
+        "backward hopper, causal, 260x260x1x4x2",
     ),
     fault(
         "dq halves: earlier parties forgotten",
