@@ -71,7 +71,7 @@ class Call(NamedTuple):
     is_empty: bool  # no scores: nothing is launched
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    lse_dtype: type
+    lse_dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,9 +452,7 @@ def _check_gradients(call: Call, q: Array, dout: Array, out: Array, lse: Array, 
     for name, array in (("lse", lse), ("dlse", dlse)):
         if array is not None:
             if array.dtype != call.lse_dtype:
-                raise TypeError(
-                    f"{name} has dtype {array.dtype}; expected {np.dtype(call.lse_dtype)}, that of attention's lse"
-                )
+                raise TypeError(f"{name} has dtype {array.dtype}; expected {call.lse_dtype}, that of attention's lse")
             check_shape(name, array, call.lse_shape)
 
 
@@ -525,7 +523,7 @@ def _checked_call(q: Array, k: Array, v: Array, options: Options) -> Call:
         is_empty=problem.scores == 0,
         out_shape=shape_in(options.layout, problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v),
         lse_shape=(problem.batch, problem.num_heads, problem.seqlen_q),
-        lse_dtype=np.float64 if problem.dtype == "float64" else np.float32,
+        lse_dtype=np.dtype(problem.wide_dtype),
     )
 
 

@@ -115,7 +115,7 @@ def backward(
 
 def compute_dtype(problem: Problem) -> np.dtype[Any]:
     """The dtype of all tiles: 16-bit data is computed in float32."""
-    return np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
+    return np.dtype(problem.wide_dtype)
 
 
 def useful_threads(problem: Problem) -> int:

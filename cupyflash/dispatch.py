@@ -321,7 +321,7 @@ def defines_of(
         "CF_SCORE": 2 if problem.softcap else (0 if problem.scale > 0 else 1),
     }
     if config.family in ("mma", "v1"):
-        defines["CF_SPLIT"] = int(problem.dtype == "float32" and problem.precision == "ieee")
+        defines["CF_SPLIT"] = int(problem.is_exact)
     if config.family == "wgmma":
         defines |= {
             "CF_SHARED_BASE": resources.SHARED_BASE,

@@ -162,11 +162,6 @@ def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     return [*_wgmma_list(task, problem), *_mma_list(task, problem, limits), *_simt_list(task, problem, limits)]
 
 
-def is_exact(problem: Problem) -> bool:
-    """float32 whose products are as precise as float32 itself."""
-    return problem.dtype == "float32" and problem.precision == "ieee"
-
-
 def split_pays(problem: Problem, limits: Limits) -> bool:
     """Whether exact float32 is computed by three TF32 products on tensor cores in place of float32 ones without.
 
@@ -191,7 +186,7 @@ def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
 
 
 def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
-    exact = is_exact(problem)
+    exact = problem.is_exact
     if exact and not split_pays(problem, limits):
         return []
     head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))

@@ -98,6 +98,16 @@ class Problem:
         return self.band.first is not None or self.band.last is not None
 
     @property
+    def is_exact(self) -> bool:
+        """Whether it is float32 whose products are as precise as float32 itself."""
+        return self.dtype == "float32" and self.precision == "ieee"
+
+    @property
+    def wide_dtype(self) -> str:
+        """Of lse, and of what the CPU computes in: 16-bit data in float32."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element of q, k, v and out."""
         return ITEMSIZE[self.dtype]

@@ -252,7 +252,7 @@ def _why_not_v1(task: Task, config: TileConfig, problem: Problem, limits: Limits
         return f"no v1 kernel for {task} alone: dQ, dK and dV have one kernel"
     if config.stages > 2:
         return f"stages is {config.stages}; tiles of queries are fetched between uses (1) or one ahead (2)"
-    if problem.dtype == "float32" and problem.precision == "ieee":
+    if problem.is_exact:
         return 'no v1 kernel for exact float32; precision="tf32" allows TF32'
     tile_dims = tile_head_dims(problem.head_dim, problem.head_dim_v)
     return _why_not_mma(problem, limits) or _why_uneven(task, config, *tile_dims)
@@ -285,6 +285,9 @@ def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Lim
         return f"ahead is {config.ahead}; a tile is taken after the last load (0), before it (1), or fetched, too (2)"
     if config.halves and config.Bc % 32:
         return f"Bc is {config.Bc} and halves is set; half a tile of keys has a multiple of 16"
+    if config.halves and (problem.dtype != "bfloat16" or problem.scale <= 0):
+        # ptxas, of NVRTC 13.0 or 13.5, else has products wait for one another for want of registers (C7511).
+        return "halves is set; only bfloat16 with a positive scale leaves registers for it"
     if not 1 <= config.cluster <= _LARGEST_CLUSTER:
         return f"cluster is {config.cluster}; 1 or {_LARGEST_CLUSTER} blocks share what they load"
     if config.cluster > limits.sm_count:

@@ -87,7 +87,7 @@ def forward(
         shape = shape_in(layout, problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
         out = xp.empty(shape, q.dtype)
     if lse is None:
-        lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), _wide(problem))
+        lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), problem.wide_dtype)
     rows, attending = _attending(problem)
     target, views = _bshd(layout, out), [_bshd(layout, x) for x in (q, k, v)]
     if attending.seqlen_q < problem.seqlen_q or not attending.scores:
@@ -152,7 +152,7 @@ def step(problem: Problem, layout: str, dout: Array, q: Array, k: Array, v: Arra
     xp = arrays.module_of(q)
     out_shape = shape_in(layout, problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v)
     out, dq, dk, dv = (xp.empty(shape, q.dtype) for shape in (out_shape, q.shape, k.shape, v.shape))
-    lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), _wide(problem))
+    lse = xp.empty((problem.batch, problem.num_heads, problem.seqlen_q), problem.wide_dtype)
     rows, attending = _attending(problem)
     if attending.seqlen_q < problem.seqlen_q or not attending.scores:
         for result in (out, dq, dk, dv):
@@ -213,12 +213,9 @@ def _backend(xp: Any) -> Any:
 
 
 def _fill(array: Array, value: float) -> None:
+    """Apart, since the tests run all else on CuPy arrays that lie in the CPU's memory."""
     array.fill(value)
 
 
 def _bshd(layout: str, x: Array) -> Array:
     return x.transpose(0, 2, 1, 3) if layout == "bhsd" else x
-
-
-def _wide(problem: Problem) -> type:
-    return np.float64 if problem.dtype == "float64" else np.float32

@@ -102,13 +102,13 @@ def _scores(problem: Problem, Q: Array, K: Array) -> Array:
 def _grouped(problem: Problem, x: Array) -> Array:
     """(B, Hk, G, S, D) of a query-side array, in the type that is computed in."""
     batch, rows, _, columns = x.shape
-    wide = x.transpose(0, 2, 1, 3).astype(np.float64 if problem.dtype == "float64" else np.float32)
+    wide = x.transpose(0, 2, 1, 3).astype(problem.wide_dtype)
     return wide.reshape(batch, problem.num_kv_heads, problem.group, rows, columns)
 
 
 def _by_key_head(problem: Problem, x: Array) -> Array:
     """(B, Hk, 1, S, D) of a key-side array, likewise."""
-    return x.transpose(0, 2, 1, 3).astype(np.float64 if problem.dtype == "float64" else np.float32)[:, :, None]
+    return x.transpose(0, 2, 1, 3).astype(problem.wide_dtype)[:, :, None]
 
 
 def _store(target: Array, result: Array) -> None:

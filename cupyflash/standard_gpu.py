@@ -12,7 +12,7 @@ from .dispatch import Kernel
 from .engine import Launcher, Runtime
 from .problem import ITEMSIZE, Problem
 from .resources import Limits
-from .runtime.cublas import layout, products
+from .runtime.cublas import layout, products, row_step
 from .runtime.cuda import CudaRuntime
 from .runtime.params import GRADIENT, ROWS, SOFTMAX, ParamBlock, ParamStruct
 
@@ -32,7 +32,7 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Arr
     """Writes out and lse on the current stream. S is held in memory, and P in its place: returns that."""
     Q, K, V = _by_group(problem, q), _by_key_head(problem, k), _by_key_head(problem, v)
     O = target = _by_group(problem, out)
-    if (layout(O) or (False,))[0] is False:  # cuBLAS could not write it
+    if row_step(O) is None:  # cuBLAS could not write it
         O = cupy.ndarray(O.shape, O.dtype)
     S = _score_matrix(problem)
     P = S[..., : problem.seqlen_k]  # without the padding of rows
@@ -95,12 +95,11 @@ def backward(
 def kernel(name: str, problem: Problem, limits: Limits) -> Kernel:
     """One of the kernels of standard.cu, compiled for a problem."""
     threads, row_threads, pieces = row_share(problem)
-    wide = "double" if problem.dtype == "float64" else "float"
-    shared_bytes = _WARP * ITEMSIZE["float64" if wide == "double" else "float32"]
+    shared_bytes = _WARP * ITEMSIZE[problem.wide_dtype]
     defines = {
         "CF_ARCH": limits.arch,
         "CF_ELEMENT": _ELEMENTS[problem.dtype],
-        "CF_WIDE": wide,
+        "CF_WIDE": _ELEMENTS[problem.wide_dtype],
         "CF_THREADS": threads,
         "CF_ROW_THREADS": row_threads,
         "CF_PIECES": pieces,
@@ -183,9 +182,8 @@ def _rows_of_out(problem: Problem, dout: Array, out: Array, lse: Array) -> list[
 def _lse_head_stride(lse: Array) -> int:
     """Elements of lse from one head to the next, and from the last head of a batch entry to the next entry's first."""
     batch, head, _ = lse.strides
-    return int(head if lse.shape[1] > 1 else batch) // int(
-        lse.itemsize
-    )  # the stride along an axis of length 1 means nothing
+    stride = head if lse.shape[1] > 1 else batch  # that along an axis of length 1 means nothing
+    return int(stride // lse.itemsize)
 
 
 def _launch(name: str, struct: ParamStruct, problem: Problem, arrays: list[Array | None], *constants: float) -> None:
@@ -204,4 +202,5 @@ def _launch(name: str, struct: ParamStruct, problem: Problem, arrays: list[Array
 
 
 def _copy(target: Array, source: Array) -> None:
+    """Apart, as standard._fill."""
     target[...] = source

@@ -285,13 +285,29 @@ def test_why_not_on_hoppers_tensor_cores(limits, task, p, reason):
         ({"cluster": 0}, "cluster is 0; 1 or 2 blocks share what they load"),
         ({"cluster": 4}, "cluster is 4; 1 or 2 blocks share what they load"),
         ({"Bc": 48, "halves": True}, "Bc is 48 and halves is set; half a tile of keys has a multiple of 16"),
-        ({"cluster": 2, "halves": True, "ahead": 1}, None),
+        ({"cluster": 2, "ahead": 1}, None),
         ({"Bc": 16}, None),
         ({"warps": 16, "Br": 192}, None),
     ],
 )
 def test_tiles_of_warpgroups(changes, reason):
     assert why_illegal("forward", dataclasses.replace(WGMMA, **changes), problem(), H200) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_legal"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "softcap": 5.0}, True),
+        ({"dtype": "float16"}, False),
+        ({"dtype": "bfloat16", "scale": -0.2}, False),
+        ({"dtype": "bfloat16", "scale": 0.0}, False),
+    ],
+)
+def test_halves_where_the_compiler_keeps_products_asynchronous(changes, is_legal):
+    reason = "halves is set; only bfloat16 with a positive scale leaves registers for it"
+    config = dataclasses.replace(WGMMA, cluster=2, halves=True, ahead=1)
+    assert why_illegal("forward", config, problem(**changes), H200) == (None if is_legal else reason)
 
 
 def test_a_cluster_needs_as_many_multiprocessors():
@@ -331,7 +347,7 @@ def test_registers_of_consumers(config, d, need, available):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_space_of_warpgroups(d):
     """What the heuristic takes, with every option, around it other tiles; a third stage where it fits."""
-    p = problem(d)
+    p = problem(d, dtype="bfloat16")
     found = [config for config in space("forward", p, H200) if config.family == "wgmma"]
     default = heuristics.candidates("forward", p, H200)[0]
     for option in ("stale_maximum", "turns", "dynamic"):

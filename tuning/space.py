@@ -96,7 +96,7 @@ def _simt_registers(task: Task, config: TileConfig, problem: Problem) -> int:
 def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
     if problem.algorithm == "v1":
         return (yield from _all_v1(task))
-    if heuristics.is_exact(problem):
+    if problem.is_exact:
         if heuristics.split_pays(problem, limits):
             yield from _all_split(task)
         return (yield from _all_simt(task))

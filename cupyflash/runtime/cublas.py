@@ -54,8 +54,8 @@ class Products:
         (m, k), n = A.shape[-2:], B.shape[-1]
         # cuBLAS stores columns: what is a matrix in rows here is its transpose there, and C^T = B^T A^T.
         (A, a_rows, lda), (B, b_rows, ldb) = addressable(A), addressable(B)
-        c_rows, ldc = layout(C) or (False, 0)
-        if not c_rows:
+        ldc = row_step(C)
+        if ldc is None:
             raise ValueError(f"C has strides {C.strides}; its rows must be of consecutive elements")
         wide = np.float64 if A.dtype.name == "float64" else np.float32
         scalars = np.array([alpha, beta], wide)  # read before the call returns
@@ -118,6 +118,12 @@ def layout(array: Array) -> tuple[bool, int] | None:
         if rows <= leading <= _LONGEST:
             return False, leading
     return None
+
+
+def row_step(array: Array) -> int | None:
+    """Elements between rows of consecutive elements, as a product is written; None if these are no such matrices."""
+    by_rows, step = layout(array) or (False, 0)
+    return step if by_rows else None
 
 
 def batches(*matrices: Array) -> Iterator[tuple[int, list[int], list[int]]]:

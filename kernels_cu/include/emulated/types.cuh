@@ -2,7 +2,7 @@
 // No standard header is included before the kernel (launch.cu is built apart), so that a kernel which leans on one
 // does not compile here, as it would not under NVRTC.
 #pragma once
-#include "words.cuh"
+#include "basic_types.cuh"
 
 /// Not `static`: explicit specialisations may not have a storage class. The library is built with hidden symbols instead.
 #define DEVICE inline

@@ -1,7 +1,7 @@
 // Element types, address types and the words that every kernel is written with. CUDA side.
 // NVRTC is given no headers at all, so that compiling needs no toolkit: the few types needed are named here.
 #pragma once
-#include "words.cuh"
+#include "basic_types.cuh"
 
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks_per_sm) extern "C" __global__ __launch_bounds__(threads, blocks_per_sm)
