@@ -329,7 +329,7 @@ def defines_of(
             "CF_TURNS": int(config.turns),
         }
     if config.family == "wgmma" and task == "forward":
-        defines |= {"CF_CLUSTER": config.cluster, "CF_AHEAD": config.ahead, "CF_HALVES": int(config.halves)}
+        defines |= {"CF_CLUSTER": config.cluster, "CF_HALVES": int(config.halves)}
     if task in ("backward", "backward_dkv"):
         defines |= {
             "CF_SUM_DQ": int(task == "backward"),

@@ -281,8 +281,6 @@ def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Lim
         return f"Br is {config.Br}; each of {_consumers(config)} consumer warpgroups has 64 rows"
     if config.Bc % 16 or not 16 <= config.Bc <= 256:
         return f"Bc is {config.Bc}; a product has a multiple of 16 keys, at most 256"
-    if not 0 <= config.ahead <= 2:
-        return f"ahead is {config.ahead}; a tile is taken after the last load (0), before it (1), or fetched, too (2)"
     if config.halves and config.Bc % 32:
         return f"Bc is {config.Bc} and halves is set; half a tile of keys has a multiple of 16"
     if config.halves and (problem.dtype != "bfloat16" or problem.scale <= 0):

@@ -52,8 +52,6 @@ class TileConfig:
         dynamic: "wgmma" forward only, a block that is free takes the next tile; else every block has its tiles from the
             start.
         cluster: "wgmma" forward only, blocks that share the keys and values that they load, 1 or 2.
-        ahead: "wgmma" forward only, 0: a block takes its next tile after the last load of the one before; 1: before it;
-            2: and has the L2 cache fetch what it begins with.
         halves: "wgmma" forward only, of a row's first tile of keys only half is computed where no more is seen.
         rounded_queries: "wgmma" backward up to head dim 128 only, queries of a tile whose dS comes from the rounded P:
             fewer registers, less precision.
@@ -79,7 +77,6 @@ class TileConfig:
     turns: bool = True
     dynamic: bool = True
     cluster: int = 1
-    ahead: int = 0
     halves: bool = False
     rounded_queries: int = 0
     rounded_weights: bool = False

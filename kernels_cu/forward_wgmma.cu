@@ -37,8 +37,6 @@ constexpr u32 kProducerRegisters = kConsumers == 2 ? 40 : 32;
 constexpr u32 kConsumerRegisters = kConsumers == 2 ? 232 : 160;
 constexpr bool kStale = CF_STALE_MAXIMUM;
 constexpr bool kTurns = CF_TURNS && kConsumers > 1;
-constexpr bool kAhead = CF_AHEAD >= 1;     // the next tile is taken before the last V of this one is loaded
-constexpr bool kPrefetch = CF_AHEAD >= 2;  // and the cache fetches what it begins with
 constexpr bool kHalves = CF_HALVES && kBandLast;
 constexpr u32 kCluster = CF_CLUSTER;
 constexpr bool kPaired = kCluster > 1;
@@ -238,33 +236,13 @@ struct Producer {
         ring.advance();
     }
 
-    /// Has the cache fetch Q, and as many K and V as have buffers.
-    DEVICE void prefetch(const Tile& tile) {
-        const i32 first = larger(tile.key_tiles.first, tile.key_tiles.end - static_cast<i32>(kStages));
-        if (tile.key_tiles.empty())
-            return;
-#pragma unroll 1
-        for (u32 n = 0; n < kConsumers; ++n)
-            TileQ::prefetch(params.q_map, tile.first_query + static_cast<i32>(64 * n), tile.head, tile.batch);
-        const i32 head = tile.head / params.group, part = static_cast<i32>(rank() * (kBc / kCluster));
-#pragma unroll 1
-        for (i32 j = tile.key_tiles.end - 1; j >= first; --j) {
-            TileK::prefetch(params.k_map, j * static_cast<i32>(kBc) + part, head, tile.batch);
-            TileV::prefetch(params.v_map, j * static_cast<i32>(kBc) + part, head, tile.batch);
-        }
-    }
-
     /// Loads Q and, last keys first, K and V of an announced tile: V_j after K_{j-1}, in the order of their use.
-    /// before_last: called before the last of them.
-    template <typename BeforeLast>
-    DEVICE void stream(const Tile& tile, BeforeLast before_last) {
+    DEVICE void stream(const Tile& tile) {
         const Range key_tiles = tile.key_tiles;
 #pragma unroll 1
         for (i32 j = key_tiles.end - 1; j >= key_tiles.first - 1; --j) {
             if (j >= key_tiles.first)
                 load(K, shared.K, shared.K_full, shared.K_empty, params.k_map, j, tile);
-            else
-                before_last();
             // Its buffer is free later than K's.
             if (j == key_tiles.end - 1 && !key_tiles.empty())
                 load_Q(tile);
@@ -291,22 +269,12 @@ struct Producer {
         bool ended = false;                            // nothing follows, twice
 #pragma unroll 1
         while (!ended) {
-            const Tile* following = nullptr;
-            auto announce_next = [&] {
-                const bool paused = tile->index < 0;
-                if (paused)
-                    wait_until_read();
-                following = &announce(next(paused));
-                if (kPrefetch)
-                    prefetch(*following);
-            };
-            stream(*tile, [&] {
-                if (kAhead)
-                    announce_next();
-            });
-            if (!kAhead)
-                announce_next();
-            ended = tile->index < 0 && following->index < 0;
+            stream(*tile);
+            const bool paused = tile->index < 0;
+            if (paused)
+                wait_until_read();
+            const Tile* following = &announce(next(paused));
+            ended = paused && following->index < 0;
             tile = following;
         }
         // The last block leaves the counters as it found them.

@@ -162,17 +162,12 @@ def hopper_matrix():
         ({"forward": dataclasses.replace(consumers[d], stale_maximum=stale, turns=turns)}, {"d": d, "band": band})
         for d, band, (stale, turns) in product(consumers, ("none", "causal"), ((False, True), (True, False)))
     ]
-    pairs = {d: dataclasses.replace(config, cluster=2, ahead=1) for d, config in consumers.items()}
-    pairs[256] = TileConfig("wgmma", 128, 64, 12, 2, cluster=2, ahead=1)
+    pairs = {d: dataclasses.replace(config, cluster=2) for d, config in consumers.items()}
+    pairs[256] = TileConfig("wgmma", 128, 64, 12, 2, cluster=2)
     cases["clusters"] = [
-        ({"forward": dataclasses.replace(pairs[d], ahead=ahead)}, {"d": d, "dtype": dtype, "band": band})
-        for d, dtype, band, ahead in product(pairs, ("float16", "bfloat16"), ("none", "causal", "window"), (0, 1))
+        ({"forward": pairs[d]}, {"d": d, "dtype": dtype, "band": band})
+        for d, dtype, band in product(pairs, ("float16", "bfloat16"), ("none", "causal", "window"))
     ]
-    cases["tiles taken ahead"] = [
-        ({"forward": dataclasses.replace(pairs[d], cluster=1, ahead=ahead)}, {"d": d, "dtype": dtype, "band": band})
-        for d, dtype, band, ahead in product(pairs, ("float16", "bfloat16"), ("none", "causal"), (1, 2))
-    ]
-    # Some others with halves are serialised by one compiler or the other.
     cases["half tiles"] = [
         ({"forward": dataclasses.replace(pairs[d], cluster=1, halves=True)}, {"d": d, "dtype": "bfloat16"})
         for d in pairs

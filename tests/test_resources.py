@@ -278,14 +278,10 @@ def test_why_not_on_hoppers_tensor_cores(limits, task, p, reason):
         ({"Bc": 40}, "Bc is 40; a product has a multiple of 16 keys, at most 256"),
         ({"Bc": 272}, "Bc is 272; a product has a multiple of 16 keys, at most 256"),
         ({"Bc": 0}, "Bc is 0; a product has a multiple of 16 keys, at most 256"),
-        (
-            {"ahead": 3},
-            "ahead is 3; a tile is taken after the last load (0), before it (1), or fetched, too (2)",
-        ),
         ({"cluster": 0}, "cluster is 0; 1 or 2 blocks share what they load"),
         ({"cluster": 4}, "cluster is 4; 1 or 2 blocks share what they load"),
         ({"Bc": 48, "halves": True}, "Bc is 48 and halves is set; half a tile of keys has a multiple of 16"),
-        ({"cluster": 2, "ahead": 1}, None),
+        ({"cluster": 2}, None),
         ({"Bc": 16}, None),
         ({"warps": 16, "Br": 192}, None),
     ],
@@ -306,7 +302,7 @@ def test_tiles_of_warpgroups(changes, reason):
 )
 def test_halves_where_the_compiler_keeps_products_asynchronous(changes, is_legal):
     reason = "halves is set; only bfloat16 with a positive scale leaves registers for it"
-    config = dataclasses.replace(WGMMA, cluster=2, halves=True, ahead=1)
+    config = dataclasses.replace(WGMMA, cluster=2, halves=True)
     assert why_illegal("forward", config, problem(**changes), H200) == (None if is_legal else reason)
 
 
@@ -353,7 +349,6 @@ def test_space_of_warpgroups(d):
     for option in ("stale_maximum", "turns", "dynamic"):
         assert {dataclasses.replace(default, **{option: value}) for value in (False, True)} <= set(found)
     assert {dataclasses.replace(default, cluster=cluster) for cluster in (1, 2)} <= set(found)
-    assert {dataclasses.replace(default, ahead=ahead) for ahead in (0, 1, 2)} <= set(found)
     assert any(config.halves for config in found) == (p.band.last is not None)
     assert len({(config.Br, config.Bc) for config in found}) > 3
     assert {config.stages for config in found} == {2, 3}

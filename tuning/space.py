@@ -104,14 +104,13 @@ def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
         for (Br, warps), Bc, stages in product(((128, 12), (192, 16)), range(32, 257, 16), (2, 3)):
             for stale_maximum, turns, dynamic in product((True, False), repeat=3):
                 ends = (True, False) if problem.band.last is not None else (False,)
-                for cluster, ahead, halves in product((1, 2), (0, 1, 2), ends):
+                for cluster, halves in product((1, 2), ends):
                     yield TileConfig(
                         *("wgmma", Br, Bc, warps, stages),
                         stale_maximum=stale_maximum,
                         turns=turns,
                         dynamic=dynamic,
                         cluster=cluster,
-                        ahead=ahead,
                         halves=halves,
                     )
         for Br, Bc, warps, blocks in product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)):

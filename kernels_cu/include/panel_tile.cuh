@@ -38,13 +38,6 @@ struct alignas(1024) PanelTile {
             tma_load(data + n * kRows * kPanelCols, map, full, static_cast<i32>(n * kPanelCols), row, head, batch);
     }
 
-    /// Has the L2 cache fetch what `load` will take, or `load_part` with the first of its rows.
-    DEVICE static void prefetch(const TensorMap& map, i32 row, i32 head, i32 batch) {
-#pragma unroll 1
-        for (u32 n = 0; n < kPanels; ++n)
-            tma_prefetch(map, static_cast<i32>(n * kPanelCols), row, head, batch);
-    }
-
     /// One of kBlocks equal parts of the rows, for all blocks of a cluster: each loads its own. Every block's barrier expects
     /// sizeof(data) bytes in all.
     template <u32 kBlocks>

@@ -114,7 +114,6 @@ void bulk(float* global, const void* shared, u32 bytes, const char* who, Copy co
 }  // namespace emulated
 
 DEVICE void tensor_map_prefetch(const TensorMap&) {}
-DEVICE void tma_prefetch(const TensorMap&, i32, i32, i32, i32) {}
 
 /// Global memory is read when the bytes land.
 DEVICE void tma_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {

@@ -37,13 +37,6 @@ DEVICE void tma_load_to_all(void* shared, const TensorMap& map, Barrier& barrier
         : "memory");
 }
 
-/// Has the L2 cache fetch the box.
-DEVICE void tma_prefetch(const TensorMap& map, i32 c0, i32 c1, i32 c2, i32 c3) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c0), "r"(c1),
-                 "r"(c2), "r"(c3)
-                 : "memory");
-}
-
 /// Starts copying a box from shared memory; part of the thread's current bulk group.
 DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, i32 c2, i32 c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
