@@ -120,8 +120,8 @@ def held_shapes(count: int) -> list[tuple[TuningTask, Size]]:
     while len(shapes) < count:
         task = rng.choice(("forward", "forward", "backward", "backward", "backward_dkv", "backward_dq"))
         dtype, head_dim = rng.choice(DTYPES), rng.choice((64, 128, 256))
-        seqlen = rng.choice((256, 384, 640, 1000, 1536, 2048, 3000, 6000, 8192))
-        size = Size(seqlen, max(1, rng.choice((4096, 16384)) // seqlen))
+        seqlen = rng.choice((64, 197, 256, 384, 640, 1000, 1536, 2048, 3000, 6000, 8192))
+        size = Size(seqlen, max(1, rng.choice((256, 4096, 16384)) // seqlen))
         if size not in sizes(dtype):
             shapes.append((TuningTask(task, dtype, head_dim, head_dim, rng.random() < 0.5, (size,)), size))
     return shapes

@@ -283,14 +283,22 @@ def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Lim
         return f"Bc is {config.Bc}; a product has a multiple of 16 keys, at most 256"
     if config.halves and config.Bc % 32:
         return f"Bc is {config.Bc} and halves is set; half a tile of keys has a multiple of 16"
-    if config.halves and (problem.dtype != "bfloat16" or problem.scale <= 0):
-        # ptxas, of NVRTC 13.0 or 13.5, else has products wait for one another for want of registers (C7511).
-        return "halves is set; only bfloat16 with a positive scale leaves registers for it"
+    if config.halves and not _leaves_room_for_halves(problem):
+        return (
+            "halves is set; only bfloat16 with a positive scale, no cap, no lower bound and head dims up to 128 leaves "
+            "registers for it"
+        )
     if not 1 <= config.cluster <= _LARGEST_CLUSTER:
         return f"cluster is {config.cluster}; 1 or {_LARGEST_CLUSTER} blocks share what they load"
     if config.cluster > limits.sm_count:
         return f"clusters of {config.cluster} blocks need as many multiprocessors; {limits.name} has {limits.sm_count}"
     return None
+
+
+def _leaves_room_for_halves(problem: Problem) -> bool:
+    """Else ptxas, of NVRTC 13.0 or 13.5, has products wait for one another for want of registers (C7511)."""
+    plain = problem.scale > 0 and not problem.softcap and problem.band.first is None
+    return plain and problem.dtype == "bfloat16" and max(problem.head_dim, problem.head_dim_v) <= 128
 
 
 def _why_not_wgmma_backward(task: Task, config: TileConfig, problem: Problem) -> str | None:

@@ -169,8 +169,7 @@ def hopper_matrix():
         for d, dtype, band in product(pairs, ("float16", "bfloat16"), ("none", "causal", "window"))
     ]
     cases["half tiles"] = [
-        ({"forward": dataclasses.replace(pairs[d], cluster=1, halves=True)}, {"d": d, "dtype": "bfloat16"})
-        for d in pairs
+        ({"forward": dataclasses.replace(consumers[d], halves=True)}, {"d": d, "dtype": "bfloat16"}) for d in consumers
     ]
     return cases
 

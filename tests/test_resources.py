@@ -294,14 +294,19 @@ def test_tiles_of_warpgroups(changes, reason):
     ("changes", "is_legal"),
     [
         ({"dtype": "bfloat16"}, True),
-        ({"dtype": "bfloat16", "softcap": 5.0}, True),
+        ({"dtype": "bfloat16", "softcap": 5.0}, False),
         ({"dtype": "float16"}, False),
         ({"dtype": "bfloat16", "scale": -0.2}, False),
         ({"dtype": "bfloat16", "scale": 0.0}, False),
+        ({"dtype": "bfloat16", "band": Band(-9, 0)}, False),
+        ({"dtype": "bfloat16", "head_dim_v": 136}, False),
     ],
 )
 def test_halves_where_the_compiler_keeps_products_asynchronous(changes, is_legal):
-    reason = "halves is set; only bfloat16 with a positive scale leaves registers for it"
+    reason = (
+        "halves is set; only bfloat16 with a positive scale, no cap, no lower bound and head dims up to 128 leaves "
+        "registers for it"
+    )
     config = dataclasses.replace(WGMMA, cluster=2, halves=True)
     assert why_illegal("forward", config, problem(**changes), H200) == (None if is_legal else reason)
 
@@ -349,7 +354,7 @@ def test_space_of_warpgroups(d):
     for option in ("stale_maximum", "turns", "dynamic"):
         assert {dataclasses.replace(default, **{option: value}) for value in (False, True)} <= set(found)
     assert {dataclasses.replace(default, cluster=cluster) for cluster in (1, 2)} <= set(found)
-    assert any(config.halves for config in found) == (p.band.last is not None)
+    assert any(config.halves for config in found) == (d <= 128)
     assert len({(config.Br, config.Bc) for config in found}) > 3
     assert {config.stages for config in found} == {2, 3}
     assert len(set(found)) == len(found)

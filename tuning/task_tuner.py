@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from .. import dispatch, heuristics
-from ..resources import Limits, shared_bytes
+from ..resources import Limits, shared_bytes, why_illegal
 from ..tiles import TileConfig
 from .driver import CandidateFailed, Worker
 from .dry_run import shared_memory_wall
@@ -101,8 +101,9 @@ class TaskTuner:
         """Races what was measured, and records the winners."""
         for search in self._searches:
             likely = search.fastest(_LIKELY)
-            for changes in self.task.siblings() if likely else ():
-                self.worker.prefetch(self.task, likely, changes, urgent=True)
+            for changes in self.task.siblings():
+                if served := [config for config in likely if self._serves(config, changes)]:
+                    self.worker.prefetch(self.task, served, changes, urgent=True)
         winners = [winner for size in self.task.sizes for winner in self._winners(size)]
         for winner in winners:
             self.session.journal.write("result", **as_event(winner))
@@ -138,6 +139,11 @@ class TaskTuner:
             return False
         self.session.remember("proof", *key, **built)
         return True
+
+    def _serves(self, config: TileConfig, changes: dict[str, Any]) -> bool:
+        """Whether an entry with this configuration is for the changed problem, too: illegal ones are passed over."""
+        problem = self.task.problem(self.task.sizes[0], **changes)
+        return why_illegal(self.task.task, config, problem, self.limits) is None
 
     def sample(self, config: TileConfig, size: Size, stage: str, number: int) -> float:
         """Seconds of one sample, from the journal if it is there; raises Failed or Stop."""
@@ -188,7 +194,8 @@ class TaskTuner:
             winner = outcome.winner
             if winner is None or winner == self.defaults[size]:
                 return outcome
-            if all(self.passes(winner, changes) for changes in self.task.siblings()):
+            served = [changes for changes in self.task.siblings() if self._serves(winner, changes)]
+            if all(self.passes(winner, changes) for changes in served):
                 return outcome
             if winner == default:
                 default = None
@@ -228,7 +235,8 @@ class TaskTuner:
     def _winner(self, config: TileConfig, size: Size, outcome: Outcome[TileConfig]) -> Winner:
         default = self.defaults[size]
         gain, interval = gain_over(outcome, config, default)
-        half = self.task.dtype == "bfloat16" and self.passes(config, {"dtype": "float16"})
+        float16 = {"dtype": "float16"}
+        half = self.task.dtype == "bfloat16" and self._serves(config, float16) and self.passes(config, float16)
         return Winner(
             task=self.task,
             size=size,

@@ -18,7 +18,6 @@ Regime = Literal["eager", "graph"]
 DTYPE_KINDS: tuple[DtypeKind, ...] = get_args(DtypeKind)
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (512, 4096)
-_SINGLE = 1024  # length of one sequence alone, which leaves multiprocessors idle
 
 # Tokens of a measured problem, and columns of all heads: enough blocks for several rounds of a large GPU, and where
 # multiply-adds bind, little enough for milliseconds.
@@ -35,6 +34,11 @@ class Size:
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.seqlen}"
+
+
+# One sequence alone, which leaves multiprocessors idle; sequences of a tile or two, many and few, whose time is that of
+# the first loads and of rows that tiles have for nothing.
+_SMALL = (Size(1024, 1), Size(128, 32), Size(128, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +141,10 @@ def default_tasks(
 
 
 def sizes(dtype: DtypeKind, lengths: Sequence[int] = ()) -> tuple[Size, ...]:
-    """Problems that fill a GPU, of several lengths; if no lengths are given, also a single sequence."""
+    """Problems that fill a GPU, of several lengths; if no lengths are given, also some that do not."""
     tokens = _TOKENS[dtype][0]
     full = [Size(length, max(1, tokens // length)) for length in lengths or LENGTHS]
-    return (*full, *([] if lengths else [Size(_SINGLE, 1)]))
+    return (*full, *([] if lengths else _SMALL))
 
 
 def _listed(
