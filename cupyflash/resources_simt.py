@@ -55,7 +55,10 @@ def why_uneven(task: str, Br: int, Bc: int, warps: int, d: int, dv: int, dq_warp
     if task == "backward":
         if warps % dq_warps or Br * dq_warps % warps or d % dq_warps:
             return f"dq_warps_d is {dq_warps}; it must divide {warps} warps and {d} columns, the others Br of {Br}"
-        products.append((Br * dq_warps // warps, d // dq_warps))
+        own_dq = Br * dq_warps // warps
+        if not _reads_whole_chunks(own_dq, d // dq_warps):
+            return f"a warp has {own_dq} rows of dQ; a lane's runs of them must be a multiple of 8 apart"
+        products.append((own_dq, d // dq_warps))
     lanes = [lanes_over_rows(*product) for product in products]
     if task == "forward" and lanes[0] and dv * lanes[0] % 32:
         lanes[1] = 0  # O is shared as S is
@@ -63,6 +66,16 @@ def why_uneven(task: str, Br: int, Bc: int, warps: int, d: int, dv: int, dq_warp
         if not found:
             return f"the lanes of a warp cannot share {m} x {n} results evenly"
     return None
+
+
+def _reads_whole_chunks(rows: int, cols: int) -> bool:
+    """Whether dS can be read by columns, in runs of up to four; thread_gemm.cuh asserts the same."""
+    lanes = lanes_over_rows(rows, cols)
+    if not lanes:
+        return True  # that is another reason
+    own = rows // lanes
+    run = 4 if own % 4 == 0 else 2 if own % 2 == 0 else 1
+    return own == run or lanes * run % 8 == 0
 
 
 def lanes_over_rows(rows: int, cols: int) -> int:

@@ -1,5 +1,10 @@
 """The proof rejects every planted fault and passes what is right: NumPy kernels, and the real ones, emulated."""
 
+import gc
+import weakref
+
+import ml_dtypes
+import numpy as np
 import pytest
 from fake_bench import CASES
 from scripted_runtime import FAULTS, ONLY_BACKWARD, ScriptedRuntime
@@ -9,7 +14,7 @@ from cupyflash.resources import KNOWN_GPUS, why_illegal
 from cupyflash.runtime import emulated
 from cupyflash.runtime.host import HostRuntime
 from cupyflash.tiles import TileConfig
-from cupyflash.tuning.passes import HostMemory
+from cupyflash.tuning.passes import HostMemory, Pass
 from cupyflash.tuning.proof import CASES as ALL_CASES
 from cupyflash.tuning.proof import ProofCase, Prover, Wrong, problem_of
 from cupyflash.tuning.tasks import Size, TuningTask, default_tasks
@@ -54,6 +59,21 @@ def test_the_message_says_where():
     prover = Prover(ScriptedRuntime(KNOWN_GPUS["H200"], "a tile is not written"), HostMemory())
     with pytest.raises(Wrong, match=r"out is nan at \(0, 30, 0, 0\), expected .* \(Sq=37 Sk=70 normal\)"):
         prover.prove(TuningTask("forward", "bfloat16", 64, 64, False), MMA["forward"], cases=CASES)
+
+
+def test_a_pass_keeps_what_it_writes_to_whatever_becomes_of_the_list_it_came_in():
+    """A workspace that grew was freed under earlier passes, which then wrote into other tasks' arrays."""
+    task = TuningTask("backward", "bfloat16", 64, 64, True)
+    problem = task.problem(Size(64, 1), heads=1)
+    arrays = [np.zeros(1 << 16, np.uint8).view(ml_dtypes.bfloat16)[: 64 * 64].reshape(1, 64, 1, 64) for _ in range(10)]
+    arrays[5], arrays[6] = np.zeros((1, 1, 64), np.float32), None
+    arrays.append(np.zeros(1 << 16, np.float32))
+    workspace = weakref.ref(arrays[-1])
+    ready = Pass(ScriptedRuntime(KNOWN_GPUS["H200"]), task.task, config_of("backward", "bfloat16"), problem, arrays)
+    arrays[-1] = np.zeros(1 << 17, np.float32)
+    gc.collect()
+    assert workspace() is not None
+    del ready
 
 
 # ---- the real kernels

@@ -175,6 +175,26 @@ def test_head_dim_of_values_is_split_too():
     assert why_illegal("backward", config, problem(64, 48), H200).startswith("head_dim_v is 48 in tiles")
 
 
+@pytest.mark.parametrize(
+    ("tiles", "rows"),
+    [
+        ((96, 128, 8), 12),
+        ((48, 96, 8), 6),
+        ((48, 64, 4), 12),
+        ((96, 64, 8, 2), 24),
+        ((48, 48, 2), 24),
+        ((32, 64, 8), 4),
+    ],
+)
+def test_a_lane_reads_whole_chunks_of_dS(tiles, rows):
+    """With 6 or 12 rows of dQ per warp its gradient was wrong; the tuner's proof found it."""
+    Br, Bc, warps, *dq_warps = tiles
+    config = TileConfig("simt", Br, Bc, warps, dq_warps_d=dq_warps[0] if dq_warps else 1)
+    reason = why_illegal("backward", config, problem(64, dtype="float32"), H200)
+    told = f"a warp has {rows} rows of dQ; a lane's runs of them must be a multiple of 8 apart"
+    assert reason == (told if rows in (6, 12) else None)
+
+
 @pytest.mark.parametrize("family", ["mma", "simt"])
 def test_too_many_threads(family):
     assert why_illegal("forward", TileConfig(family, 512, 16, 32), problem(16), H200) is None

@@ -1,5 +1,6 @@
 """Whole tunes on a device that is not there: what is wrong never wins, what is killed goes on, nothing stays behind."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ from cupyflash.tuning.tasks import Size, TuningTask, default_tasks
 pytest.importorskip("optuna")
 from cupyflash.tuning import tune
 from cupyflash.tuning.driver import CandidateFailed, Worker, WorkerError, WorkerSpec
-from cupyflash.tuning.session import ResumeError
+from cupyflash.tuning.session import ResumeError, Session, Share
 
 HERE = Path(__file__).parent
 H200 = KNOWN_GPUS["H200"]
@@ -291,6 +292,21 @@ def test_budget_is_kept_and_what_is_known_is_legal(tmp_path):
         assert why_illegal(winner.task.task, winner.config, winner.task.problem(winner.size), H200) is None
     gained = [w for w in tuned.winners if not w.is_default and w.config.family == w.default.family]
     assert all(true_seconds(w.task, w.config, w.size) < true_seconds(w.task, w.default, w.size) for w in gained)
+
+
+def test_what_its_share_does_not_suffice_for_gets_the_time_that_others_leave(tmp_path, monkeypatch):
+    share = Session.share
+    cut = iter([True])
+
+    def shares(self, workers, depth):
+        now = time.monotonic()
+        return Share(now, now) if next(cut, False) else share(self, workers, depth)
+
+    monkeypatch.setattr(Session, "share", shares)
+    tasks = [dataclasses.replace(TINY, sizes=SIZES), SMALL]
+    tuned = tune(tasks, budget=60.0, workers=[fake()], folder=tmp_path, store=False)
+    assert {(w.task.name, w.size) for w in tuned.winners} == {(t.name, size) for t in tasks for size in t.sizes}
+    assert [e["task"] for e in events_of(tmp_path) if e["kind"] == "finished"] == [SMALL.name, TINY.name]
 
 
 # ---- several GPUs

@@ -138,6 +138,7 @@ class CudaBench:
         key = (task.name, size, config)
         if key not in self._runs:
             ready = self._pass(task, config, size)
+            self._cupy.cuda.Device().synchronize()  # the stopwatch has a stream of its own
             self._runs[key] = self._stopwatch.prepare(ready.launch)
             if not self._is_warm:
                 self._is_warm = True
@@ -155,7 +156,6 @@ class CudaBench:
         ready = Pass(self._runtime, task.task, config, problem, arrays)
         if task.task == "backward_dq":
             ready.launch_all()  # delta has to be there once
-        self._cupy.cuda.Device().synchronize()  # the stopwatch has a stream of its own
         return ready
 
     def _arrays_of(self, task: TuningTask, size: Size) -> list[Any]:

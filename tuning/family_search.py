@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .task_tuner import TaskTuner
 
 BATCH = 16  # configurations that are compiled at once
+_FIRST_BATCH = 6  # what is taken without a tune, and its most likely rivals: measured soon, whatever the time
 _BEST = 3  # per size, whose neighbours are measured last
 
 
@@ -76,7 +77,7 @@ class FamilySearch:
     def ask(self) -> None:
         """Chooses the next batch and has it compiled; an empty one if it is enough."""
         self._number += 1
-        size = min(BATCH, self.wanted - self.asked)
+        size = min(BATCH if self._number else _FIRST_BATCH, self.wanted - self.asked)
         late = self._number > 0 and time.monotonic() > self._tuner.share.search_until
         if size <= 0 or late or self._tuner.session.is_over():
             self.batch = []

@@ -92,7 +92,7 @@ class Pass:
         self._prepared = prepare(runtime, problem, self.plan, struct, tensors)
         self._all = self._prepared.launchers
         self._own = {"backward_dkv": self._all[:2], "backward_dq": self._all[2:]}.get(task, self._all)
-        self._arrays = arrays  # kept alive
+        self._arrays = tuple(arrays)  # kept alive, also where the list they came in has others by now
         self._workspace = runtime.workspace
 
     def launch(self) -> None:

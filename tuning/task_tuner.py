@@ -92,6 +92,12 @@ class TaskTuner:
         self._asking = self._thinker.submit(search.ask)  # while others are measured
         return True
 
+    def go_on(self, share: Share) -> None:
+        """After ``finish`` found no time for a winner: has more of it; ``step`` and ``finish`` follow again."""
+        self.share = share
+        self._waiting = list(self._searches)
+        self.begin()
+
     def _settle(self) -> None:
         if self._asking is not None:
             self._asking.result()
@@ -109,6 +115,11 @@ class TaskTuner:
             self.session.journal.write("result", **as_event(winner))
         self.worker.forget(self.task)
         return winners
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether its share of the time is over."""
+        return time.monotonic() > self.share.until
 
     @property
     def progress(self) -> float:
