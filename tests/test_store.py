@@ -119,9 +119,15 @@ def test_what_an_entry_holds_for(write, changes, holds):
 
 
 def test_an_entry_for_one_dtype_goes_before_half(write):
-    write(entry(length=512), entry(OTHER, dtype="float16"))
+    write(entry(length=512), entry(OTHER, dtype="float16", length=512))
     assert found(problem(dtype="bfloat16")) == [WINNER]
     assert found() == [OTHER, WINNER]
+
+
+def test_a_nearer_entry_for_both_dtypes_goes_before_one_dtypes(write):
+    """It was proven in both; what one dtype has for other sizes says less."""
+    write(entry(OTHER, dtype="float16", length=1024), entry(WARPGROUPS, dtype="float16"), entry(length=512))
+    assert found() == [WINNER, OTHER, WARPGROUPS]
 
 
 def test_several_winners_stand_in_the_order_of_preference(write):
@@ -499,8 +505,8 @@ def test_shipped_winner_is_what_its_gpu_gets(limits, shipped):
             dtype,
             "tf32" if kind.dtype == "tf32" else "ieee",
             Band(None, 0) if kind.masked else Band(None, None),
-            seqlen_q=kind.length or 512,
-            seqlen_k=kind.length or 512,
+            seqlen_q=kind.length or 1 << 20,  # far from those that name a length
+            seqlen_k=kind.length or 1 << 20,
         )
         if kind.rows:
             heads = max(1, kind.rows // p.seqlen_q)

@@ -2,7 +2,7 @@
 
 An entry holds for its length and number of rows and for what is up to four times as large or small, both together;
 one that names neither holds for all. Within a GPU model, those that hold go by layer (see ``layers``). In one layer,
-those of one 16-bit dtype go before "half", the nearest of those that name a length or rows before those for all, and
+the nearest of those that name a length or rows go before those for all, those of one 16-bit dtype before "half", and
 then as they stand in the file. Entries from farther away serve where nothing holds, the nearest first.
 
 ``find_related`` then has the winners of another GPU model of the same architecture, on which tiles that win here are at
@@ -145,7 +145,7 @@ def _preference(found: Found) -> tuple[float, ...]:
     """Smaller goes first, of those in one layer."""
     kind = found.entry.kind
     open_ = (kind.length is None) + (kind.rows is None)
-    return kind.dtype == "half", open_ == 2, *_preference_by_distance(found), open_
+    return open_ == 2, *_preference_by_distance(found), kind.dtype == "half", open_
 
 
 def _preference_by_distance(found: Found) -> tuple[float, ...]:
