@@ -162,6 +162,13 @@ def listed(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     return [*_wgmma_list(task, problem), *_mma_list(task, problem, limits), *_simt_list(task, problem, limits)]
 
 
+def rivals(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
+    """What no rule takes but a measurement may: the first FlashAttention, for short sequences."""
+    if problem.algorithm != "auto" or problem.is_exact:
+        return []
+    return [config for config in _v1_list(task, problem) if why_illegal(task, config, problem, limits) is None][:1]
+
+
 def split_pays(problem: Problem, limits: Limits) -> bool:
     """Whether exact float32 is computed by three TF32 products on tensor cores in place of float32 ones without.
 

@@ -40,7 +40,7 @@ def true_seconds(task, config, size, gpu="H200"):
     """A rough model of a GPU: work over rate, the rate by how well the tile suits the shape, and rounds of blocks."""
     limits = KNOWN_GPUS[gpu]
     p = task.problem(size)
-    rate = {"wgmma": 600e12, "mma": 330e12, "simt": 40e12}[config.family]
+    rate = {"wgmma": 600e12, "mma": 330e12, "v1": 100e12, "simt": 40e12}[config.family]
     reuse = 2 * config.Br * config.Bc / (config.Br + config.Bc)
     slow = 1 + 8 / reuse + 0.004 * abs(config.Bc - 112) + 0.05 * (config.warps < 4) + 0.03 * (config.stages == 3)
     slow += 0.02 * (not config.stale_maximum) + 0.01 * (not config.turns) + 0.03 * config.dq_first

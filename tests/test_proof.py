@@ -104,6 +104,7 @@ def test_reduced_space_is_proven_on_the_emulated_device(task, dtype, config):
     Prover(runtime, HostMemory()).prove(tuning_task, config, cases=SMALL)
 
 
+@pytest.mark.usefixtures("no_winners")  # which depend on the size
 @pytest.mark.parametrize("task", default_tasks("full"), ids=lambda task: task.name)
 def test_the_proof_launches_what_is_measured(task):
     """What only the proof launched would be compiled while the GPU waits, and what is measured would not be proven."""

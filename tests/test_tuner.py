@@ -28,7 +28,7 @@ from cupyflash.tuning.tasks import Size, TuningTask, default_tasks
 pytest.importorskip("optuna")
 from cupyflash.tuning import tune
 from cupyflash.tuning.driver import CandidateFailed, Worker, WorkerError, WorkerSpec
-from cupyflash.tuning.session import ResumeError, Session, Share
+from cupyflash.tuning.session import ResumeError, Session
 
 HERE = Path(__file__).parent
 H200 = KNOWN_GPUS["H200"]
@@ -67,7 +67,7 @@ def chosen(tuned):
 def test_winners_are_near_the_best_and_beat_the_default(tmp_path):
     tasks = [FORWARD, TuningTask("forward", "float32", 64, 64, False, SIZES)]
     tuned = tune(tasks, workers=[fake(drift=0.03)], folder=tmp_path, store=False)
-    assert len(tuned.winners) == 6  # wgmma and mma, and simt, at two sizes
+    assert len(tuned.winners) == 8  # wgmma, mma and v1, and simt, at two sizes
     for winner in tuned.winners:
         members = space_of(winner.task, winner.config.family)
         best = min(true_seconds(winner.task, config, winner.size) for config in members)
@@ -137,6 +137,7 @@ def test_what_failed_is_not_tried_again(tmp_path):
     assert "SIGSEGV" in failures[0]["message"]
 
 
+@pytest.mark.usefixtures("no_winners")
 def test_a_default_that_fails_is_replaced_by_the_next(tmp_path):
     first, second = heuristics.candidates("backward_dq", TINY.problem(SIZES[0]), H200)[:2]
     faults = faults_of([(first, "error in measure")])
@@ -294,19 +295,11 @@ def test_budget_is_kept_and_what_is_known_is_legal(tmp_path):
     assert all(true_seconds(w.task, w.config, w.size) < true_seconds(w.task, w.default, w.size) for w in gained)
 
 
-def test_what_its_share_does_not_suffice_for_gets_the_time_that_others_leave(tmp_path, monkeypatch):
-    share = Session.share
-    cut = iter([True])
-
-    def shares(self, workers, depth):
-        now = time.monotonic()
-        return Share(now, now) if next(cut, False) else share(self, workers, depth)
-
-    monkeypatch.setattr(Session, "share", shares)
+def test_a_search_without_time_is_followed_by_a_race_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(Session, "search_until", lambda *_: time.monotonic())
     tasks = [dataclasses.replace(TINY, sizes=SIZES), SMALL]
     tuned = tune(tasks, budget=60.0, workers=[fake()], folder=tmp_path, store=False)
     assert {(w.task.name, w.size) for w in tuned.winners} == {(t.name, size) for t in tasks for size in t.sizes}
-    assert [e["task"] for e in events_of(tmp_path) if e["kind"] == "finished"] == [SMALL.name, TINY.name]
 
 
 # ---- several GPUs

@@ -78,7 +78,7 @@ class FamilySearch:
         """Chooses the next batch and has it compiled; an empty one if it is enough."""
         self._number += 1
         size = min(BATCH if self._number else _FIRST_BATCH, self.wanted - self.asked)
-        late = self._number > 0 and time.monotonic() > self._tuner.share.search_until
+        late = self._number > 0 and time.monotonic() > self._tuner.search_until
         if size <= 0 or late or self._tuner.session.is_over():
             self.batch = []
         elif self._all:
@@ -109,7 +109,7 @@ class FamilySearch:
         try:
             reference = {size: self._reference(size) for size in tuner.task.sizes}
             for config in self.batch:
-                tuner.session.check_time(tuner.share.until)
+                tuner.session.check_time()
                 if not tuner.passes(config):
                     failed.add(config)
             jobs = [(config, size) for config in self.batch if config not in failed for size in tuner.task.sizes]

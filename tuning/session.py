@@ -12,7 +12,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ _LEAST_SECONDS = (
 
 class ResumeError(ValueError):
     """A folder holds samples of another kind of tune; the message says what differs."""
-
-
-@dataclass
-class Share:
-    """The time that a task may take; endless without a budget."""
-
-    search_until: float = float("inf")
-    until: float = float("inf")
 
 
 class Session:
@@ -105,17 +96,17 @@ class Session:
         events = itertools.chain(self.journal.events, *map(read, others))
         return any(e["kind"] == "finished" and e["task"] == task.name for e in events)
 
-    def share(self, workers: int, depth: int) -> Share:
-        """The time for a task that begins now, of ``depth`` at once on each worker.
+    def search_until(self, workers: int, depth: int) -> float:
+        """When a task that begins now, of ``depth`` at once on each worker, has searched for its part of the time.
 
-        Where there is little for all, the first have enough, and the last are not reached.
+        The race that follows takes what it takes: a search without a race is worth nothing. Where there is little time
+        for all, the first tasks have enough, and the last are not reached. Infinite without a budget.
         """
         if self._deadline == float("inf"):
-            return Share()
+            return self._deadline
         now = time.monotonic()
         seconds = (self._deadline - now) * workers * depth / max(self._unfinished, workers * depth)
-        seconds = max(seconds, depth * _LEAST_SECONDS)
-        return Share(now + _SEARCH_SHARE * seconds, min(self._deadline, now + seconds))
+        return now + _SEARCH_SHARE * max(seconds, depth * _LEAST_SECONDS)
 
     def is_over(self) -> bool:
         """Whether the budget is used up."""
@@ -134,9 +125,9 @@ class Session:
         self._known[_text(key)] = event
         return event
 
-    def check_time(self, until: float) -> None:
-        """Raises Stop when it is later."""
-        if time.monotonic() > min(until, self._deadline):
+    def check_time(self) -> None:
+        """Raises Stop when the budget is used up."""
+        if self.is_over():
             raise Stop
 
     def spent(self, stage: str, began: float) -> None:

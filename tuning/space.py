@@ -19,7 +19,10 @@ Point = tuple[int, ...]  # indices into the values of each axis
 
 
 def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
-    """The legal configurations of a task, of every family, in a fixed order; those of the heuristic are among them."""
+    """The legal configurations of a task, of every family, in a fixed order; those of the heuristic are among them.
+
+    Of the first FlashAttention there is one, unless it is asked for.
+    """
 
     def has_room(config: TileConfig) -> bool:
         used = _simt_registers(task, config, problem) or registers(task, config, problem)
@@ -27,7 +30,7 @@ def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
 
     fitting = [c for c in _all(task, problem, limits) if why_illegal(task, c, problem, limits) is None and has_room(c)]
     found: dict[TileConfig, TileConfig] = {}  # by what reaches the kernel
-    for config in (*heuristics.candidates(task, problem, limits), *fitting):
+    for config in (*heuristics.candidates(task, problem, limits), *heuristics.rivals(task, problem, limits), *fitting):
         found.setdefault(replace(config, dq_warps_d=1) if task == "backward_dkv" else config, config)
     return list(found.values())
 

@@ -17,7 +17,7 @@ from .family_search import FamilySearch
 from .journal import short
 from .race import RUNGS, Failed, Outcome, Rung, gain_over, race
 from .results import Winner, as_event, known_configs
-from .session import Session, Share
+from .session import Session
 from .space import families, preference, space
 from .tasks import Effort, Size, TuningTask
 
@@ -39,14 +39,15 @@ class TaskTuner:
         limits: Limits,
         effort: Effort,
         seed: int,
-        share: Share,
+        search_until: float,
         thinker: Executor,
     ) -> None:
-        """``thinker`` runs what needs no GPU."""
+        """``search_until``: for the last question, by ``time.monotonic``; ``thinker`` runs what needs no GPU."""
         self.task = task
         self._thinker = thinker
         self._asking: Future[None] | None = None
-        self.session, self.worker, self.limits, self._seed, self.share = session, worker, limits, seed, share
+        self.session, self.worker, self.limits, self._seed = session, worker, limits, seed
+        self.search_until = search_until
         problem = task.problem(task.sizes[0])
         self.defaults = {size: dispatch.choose(task.task, task.problem(size), limits)[0] for size in task.sizes}
         configs = list(dict.fromkeys([*self.defaults.values(), *space(task.task, problem, limits)]))
@@ -92,12 +93,6 @@ class TaskTuner:
         self._asking = self._thinker.submit(search.ask)  # while others are measured
         return True
 
-    def go_on(self, share: Share) -> None:
-        """After ``finish`` found no time for a winner: has more of it; ``step`` and ``finish`` follow again."""
-        self.share = share
-        self._waiting = list(self._searches)
-        self.begin()
-
     def _settle(self) -> None:
         if self._asking is not None:
             self._asking.result()
@@ -115,11 +110,6 @@ class TaskTuner:
             self.session.journal.write("result", **as_event(winner))
         self.worker.forget(self.task)
         return winners
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether its share of the time is over."""
-        return time.monotonic() > self.share.until
 
     @property
     def progress(self) -> float:
@@ -163,7 +153,7 @@ class TaskTuner:
             raise Failed("as recorded")
         if found := self.session.recall("sample", name, str(size), key, stage, number):
             return float(found["seconds"])
-        self.session.check_time(self.share.until)
+        self.session.check_time()
         began = time.monotonic()
         try:
             content = self.worker.measure(self.task, config, size)

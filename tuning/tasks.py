@@ -38,7 +38,7 @@ class Size:
 
 # One sequence alone, which leaves multiprocessors idle; sequences of a tile or two, many and few, whose time is that of
 # the first loads and of rows that tiles have for nothing.
-_SMALL = (Size(1024, 1), Size(128, 32), Size(128, 2))
+_SMALL = (Size(1024, 1), Size(256, 1), Size(128, 32), Size(128, 2), Size(64, 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TuningTask:
         head_dim, head_dim_v: of q and k, and of v.
         masked: with a causal mask, which stands for every band.
         sizes: that are measured, each of which has winners of its own; kernels do not depend on them.
-        algorithm: whose kernels are searched, as in ``attention``. "auto" leaves out "v1", which is rarely right.
+        algorithm: whose kernels are searched, as in ``attention``. "auto" has one tile of "v1", which is rarely right.
     """
 
     task: Task

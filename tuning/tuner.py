@@ -193,20 +193,14 @@ class _Tune:
 
     def _take_turns(self, worker: Worker, thinker: Executor) -> None:
         active: deque[TaskTuner] = deque()
-        parked: deque[TaskTuner] = deque()  # whose share of the time was too little; what others leave is theirs
         while not self._stop.is_set():
             while len(active) < _AT_ONCE and (task := self._session.claim()) is not None:
-                share = self._session.share(len(self._crew.workers), _AT_ONCE)
+                until = self._session.search_until(len(self._crew.workers), _AT_ONCE)
                 active.append(
-                    TaskTuner(self._session, worker, task, self._limits, self._effort, self._seed, share, thinker)
+                    TaskTuner(self._session, worker, task, self._limits, self._effort, self._seed, until, thinker)
                 )
                 active[-1].begin()
-            if not active and parked and not self._session.is_over():
-                active.append(parked.popleft())
-                active[-1].go_on(self._session.share(len(self._crew.workers), 1))
             if not active:
-                for tuner in parked:
-                    self._session.finished(tuner.task)
                 return
             tuner = active.popleft()
             if tuner.step():
@@ -214,10 +208,6 @@ class _Tune:
                 self._tell(tuner, 0.7 * tuner.progress)
                 continue
             winners = tuner.finish()
-            complete = len({winner.size for winner in winners}) == len(tuner.task.sizes)
-            if not complete and tuner.ran_out and not self._session.is_over():
-                parked.append(tuner)
-                continue
             self._session.finished(tuner.task)
             self._tell(tuner, 1.0)
             for winner in winners:
