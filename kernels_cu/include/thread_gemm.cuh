@@ -271,7 +271,8 @@ DEVICE void add_product_of_columns(ThreadTile<kRows, kCols, kLanesM, 4, kRowRun>
                                    const RowTile<float, kK, kColsA, ReadBy::kTwoRows>& A, u32 first_row,
                                    const RowTile<T, kK, kColsB, ReadBy::kTwoRows>& B, u32 first_col) {
     using Result = ThreadTile<kRows, kCols, kLanesM, 4, kRowRun>;
-    static_assert(Result::kM == kRowRun || kLanesM * kRowRun % 8 == 0, "a lane's runs are a multiple of two chunks apart");
+    static_assert(Result::kM == kRowRun || kLanesM * kRowRun % 8 == 0,
+                  "a lane's runs are a multiple of two chunks apart");
     using RunsB = RowRuns<RowTile<T, kK, kColsB, ReadBy::kTwoRows>>;
     RowRuns<RowTile<float, kK, kColsA, ReadBy::kTwoRows>> left(A, first_row + D.row(0));
     RunsB fours(B, first_col + D.col(0)), two(B, first_col + D.col(Result::kFours)),
