@@ -112,6 +112,6 @@ def test_a_wrong_description_is_a_usage_error(capsys):
 
 def test_explain_of_a_deterministic_backward_on_hopper():
     """One kernel, or two where tensor maps cannot describe the arrays."""
-    text = explain("S=512 D=64 dtype=bfloat16 causal gpu=H200 deterministic", lambda: None)
+    text = explain("B=4 S=4096 D=64 dtype=bfloat16 causal gpu=H200 deterministic", lambda: None)
     assert "backward_wgmma.cu" in text
     assert text.count("not aligned to 16 bytes, take mma") == 2

@@ -36,6 +36,7 @@ def _fakes_can_be_imported(monkeypatch):
     monkeypatch.syspath_prepend(str(HERE))
 
 
+@pytest.mark.usefixtures("no_winners")
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_regret_on_recorded_samples(path, tmp_path):
     assert max(regrets(path, tmp_path)) <= 0.01

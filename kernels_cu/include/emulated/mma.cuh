@@ -32,26 +32,43 @@ void read_a(float (&A)[8 * Elements<T>::kCount][16], const u32* const (&a)[kLane
                 A[kCount * (l % 4 + 4 * (r / 2)) + n][l / 4 + 8 * (r % 2)] = Elements<T>::get(a[l][r], n);
 }
 
-/// start + all products as a tensor core adds them: fixed-point numbers of the largest addend's scale, two bits finer than
-/// float32 (as published of Hopper; other GPUs have one, or none), whatever is below cut off; the sum cut off to float32.
-inline float sum_cut_off(float start, const double (&products)[8]) {
-    double addends[9] = {start}, largest = __builtin_fabs(addends[0]), plain = addends[0];
-    for (u32 k = 0; k < 8; ++k) {
-        addends[k + 1] = products[k];
-        largest = __builtin_fmax(largest, __builtin_fabs(addends[k + 1]));
-        plain += addends[k + 1];
+/// A row of D += the eight products of each column as a tensor core adds them: fixed-point numbers of the largest addend's
+/// scale, two bits finer than float32 (as published of Hopper; other GPUs have one, or none), whatever is below cut off; the
+/// sum cut off to float32.
+template <u32 kN>
+void add_cut_off(float (&D)[kN], const double (&products)[8][kN]) {
+    double plain[kN], largest[kN], unit[kN], units[kN];
+    i32 count[kN];
+    for (u32 j = 0; j < kN; ++j) {
+        plain[j] = D[j];
+        largest[j] = __builtin_fabs(plain[j]);
     }
-    if (largest == 0 || !(__builtin_fabs(plain) <= 0x1p127))
-        return static_cast<float>(plain);  // nothing to add, or not finite
-    const double unit = __builtin_ldexp(1.0, __builtin_ilogb(largest) - 25);
-    double sum = 0;
-    for (const double x : addends)
-        sum += __builtin_trunc(x / unit);
-    sum *= unit;
-    const float rounded = static_cast<float>(sum);
-    if (__builtin_fabs(static_cast<double>(rounded)) <= __builtin_fabs(sum))
-        return rounded;
-    return bits_to_float(float_to_bits(rounded) - 1);  // the next one towards zero
+    for (const auto& row : products)
+        for (u32 j = 0; j < kN; ++j) {
+            const double size = __builtin_fabs(row[j]);
+            largest[j] = size > largest[j] ? size : largest[j];
+            plain[j] += row[j];
+        }
+    bool is_cut[kN];
+    for (u32 j = 0; j < kN; ++j) {
+        is_cut[j] = largest[j] != 0 && __builtin_fabs(plain[j]) <= 0x1p127;  // else nothing to add, or not finite
+        u64 bits;
+        __builtin_memcpy(&bits, &largest[j], sizeof(bits));
+        bits &= 0x7ff0000000000000;  // of the power of two in it
+        __builtin_memcpy(&unit[j], &bits, sizeof(bits));
+        unit[j] *= 0x1p-25;
+        units[j] = is_cut[j] ? 1 / unit[j] : 0;
+        count[j] = is_cut[j] ? static_cast<i32>(D[j] * units[j]) : 0;
+    }
+    for (const auto& row : products)
+        for (u32 j = 0; j < kN; ++j)
+            count[j] += static_cast<i32>(is_cut[j] ? row[j] * units[j] : 0);
+    for (u32 j = 0; j < kN; ++j) {
+        const double sum = is_cut[j] ? count[j] * unit[j] : plain[j];
+        const float rounded = static_cast<float>(sum);
+        const bool exceeds = is_cut[j] && __builtin_fabs(static_cast<double>(rounded)) > __builtin_fabs(sum);
+        D[j] = exceeds ? bits_to_float(float_to_bits(rounded) - 1) : rounded;  // the next one towards zero
+    }
 }
 
 /// D += or = A B; a depth of 8 is that of TF32. Of each 8 of its columns a lane holds four elements.
@@ -67,12 +84,11 @@ void add_product(float* const (&d)[kLanes], const float (&A)[kDepth][16], const 
             place(l, n) = d[l][n];
     for (u32 i = 0; i < 16; ++i)
         if constexpr (kDepth == 8) {
-            for (u32 j = 0; j < kN; ++j) {
-                double products[8];
-                for (u32 k = 0; k < 8; ++k)
-                    products[k] = static_cast<double>(A[k][i]) * B[k][j];
-                D[i][j] = sum_cut_off(D[i][j], products);
-            }
+            double products[8][kN];
+            for (u32 k = 0; k < 8; ++k)
+                for (u32 j = 0; j < kN; ++j)
+                    products[k][j] = static_cast<double>(A[k][i]) * B[k][j];
+            add_cut_off(D[i], products);
         } else {
             for (u32 k = 0; k < kDepth; ++k)
                 for (u32 j = 0; j < kN; ++j)
