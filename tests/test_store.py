@@ -22,6 +22,7 @@ H100, H200, A100 = (KNOWN_GPUS[name] for name in ("H100", "H200", "A100"))
 WINNER = TileConfig("mma", 64, 32, 4)  # legal, and not what the heuristic takes
 OTHER = TileConfig("mma", 64, 48, 4)  # the same
 WARPGROUPS = TileConfig("wgmma", 128, 64, 12, 2)
+FIRST = TileConfig("v1", 64, 128, 8, 2, 1, 2, 2, 2)
 KIND = Kind("forward", "half", 64, 64, False)
 
 
@@ -128,6 +129,19 @@ def test_a_nearer_entry_for_both_dtypes_goes_before_one_dtypes(write):
     """It was proven in both; what one dtype has for other sizes says less."""
     write(entry(OTHER, dtype="float16", length=1024), entry(WARPGROUPS, dtype="float16"), entry(length=512))
     assert found() == [WINNER, OTHER, WARPGROUPS]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "holds"), [((128, 128), True), ((64, 128), True), ((128, 4096), False), ((256, 256), False)]
+)
+def test_a_winner_with_a_block_per_head_holds_for_no_longer_heads(write, sizes, holds):
+    """As many rows, in fewer and longer heads, would leave most of a GPU idle."""
+    seqlen_q, seqlen_k = sizes
+    write(entry(FIRST, task="backward", length=128, rows=8192), entry(task="backward"))
+    heads = max(1, 8192 // seqlen_k)
+    p = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_kv_heads=heads)
+    assert found(p, task="backward") == ([FIRST, WINNER] if holds else [WINNER])
+    assert FIRST in found(dataclasses.replace(p, algorithm="v1"), task="backward")
 
 
 def test_several_winners_stand_in_the_order_of_preference(write):

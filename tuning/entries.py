@@ -72,8 +72,8 @@ class Kind:
             dtype,
             *tile_head_dims(problem.head_dim, problem.head_dim_v),
             problem.is_masked,
-            max(_SHORTEST, _nearest_power(streamed)),
-            min(max(_SHORTEST, _nearest_power(problem.batch * heads * owned)), _MOST_ROWS),
+            max(_SHORTEST, nearest_power(streamed)),
+            min(max(_SHORTEST, nearest_power(problem.batch * heads * owned)), _MOST_ROWS),
         )
 
     def general(self) -> Kind:
@@ -290,5 +290,6 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _nearest_power(number: int) -> int:
+def nearest_power(number: int) -> int:
+    """The power of two that a length or a number of rows counts as."""
     return 1 << round(math.log2(max(1, number)))

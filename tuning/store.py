@@ -24,7 +24,7 @@ from ..problem import Problem
 from ..resources import Limits
 from ..tiles import Task, TileConfig
 from . import files, layers, settings
-from .entries import Entry, Kind, Winners
+from .entries import Entry, Kind, Winners, nearest_power
 from .layers import Layer
 from .merging import replaced
 
@@ -128,7 +128,7 @@ def _ranked(
         Found(entry.config, entry, layer, distance, related)
         for layer in places
         for entry in entries_of(layer, limits)
-        if (distance := entry.kind.distance(kind)) < math.inf
+        if (distance := entry.kind.distance(kind)) < math.inf and not _has_too_few_blocks(entry, problem)
     ]
     # Sorting is stable: what is equal stays in the order of layers and files.
     holding = [f for f in found if f.distance <= _REACH]
@@ -139,6 +139,16 @@ def _ranked(
     ]
     far = sorted((f for f in found if f.distance > _REACH), key=_preference_by_distance)
     return tuple(by_layer + far)
+
+
+def _has_too_few_blocks(entry: Entry, problem: Problem) -> bool:
+    """A block of "v1" has a head: what it wins where that is a tile of rows it loses where it is many.
+
+    The number of rows does not tell these apart, nor does the length, which is that of one side.
+    """
+    if entry.config.family != "v1" or problem.algorithm == "v1" or entry.kind.length is None:
+        return False
+    return nearest_power(max(problem.seqlen_q, problem.seqlen_k)) > entry.kind.length
 
 
 def _preference(found: Found) -> tuple[float, ...]:
