@@ -138,7 +138,9 @@ def passed_over(
         if other.family == config.family:
             break
         reason = why_not(task, other, problem, limits, mappable)
-        reasons.setdefault(other.family, reason or "was slower where it was measured")
+        if reason is None:
+            reasons[other.family] = "was slower where it was measured"
+        reasons.setdefault(other.family, reason or "")
     return reasons
 
 

@@ -1,6 +1,7 @@
 """The command line says what is there, and plans for GPUs that are not."""
 
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -108,6 +109,18 @@ def test_a_wrong_description_is_a_usage_error(capsys):
         main(["info", "--explain", "colour=blue"])
     assert stopped.value.code == 2
     assert "unknown key 'colour'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["tune", "--dry-run", "--gpu", "A100"], ["config", "show", "--gpu", "H200"], ["info"]], ids=" ".join
+)
+def test_output_that_nobody_reads_is_no_error(command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cupyflash", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
 
 
 def test_explain_of_a_deterministic_backward_on_hopper():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +12,21 @@ import cupyflash
 from cupyflash.cli import compare, config, trace, tune
 from cupyflash.cli.explain import PROBLEM_HELP, explain
 
+_NOBODY_READS = 128 + 13  # as a process that SIGPIPE has ended
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (by default the process's own) and returns the exit status."""
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return _NOBODY_READS
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="cupyflash", description="Exact FlashAttention for CuPy and NumPy.")
     parser.add_argument("--version", action="version", version=f"cupyflash {cupyflash.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -50,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "compare":
         try:
             return compare.run(options)
+        except BrokenPipeError:
+            raise
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             compare_parser.error(str(error))
 
@@ -62,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "trace":
         try:
             return trace.run(options)
+        except BrokenPipeError:
+            raise
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             tracing.error(str(error))
 
@@ -70,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "config":
         try:
             return config.run(options, current_gpu)
+        except BrokenPipeError:
+            raise
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             config_parser.error(f"{options.action}: {error}")
 
