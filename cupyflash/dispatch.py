@@ -6,6 +6,7 @@ The choice of tiles is looked up among the measured winners for the GPU model (`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -100,9 +101,14 @@ def choose(
     """
     if given and task in given:
         return given[task], "given"
+    nearest = math.inf  # of what was measured, and is not for this problem: farther ones would be guesses
     for found in store.find_all(task, problem, limits):
+        if found.distance > nearest and not found.is_general:
+            continue
         if why_not(task, found.config, problem, limits, mappable) is None:
             return found.config, found.origin
+        if not found.is_general:
+            nearest = min(nearest, found.distance)
     listed = heuristics.listed(task, problem, limits)
     untuned = [config for config in listed if why_not(task, config, problem, limits, mappable) is None]
     if not untuned:

@@ -113,7 +113,7 @@ KINDS = {
     "hopper three": Kind("bfloat16", (40, 24), wgmma(192, 48, 16, 2, turns=False), gpu=TWO_SMS),
     "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False), gpu=TWO_SMS),
     "hopper pair": Kind(
-        "float16", (64, 64), wgmma(128, 32, 12, 2, cluster=2, halves=True), gpu=FOUR_SMS, schedules=TOGETHER
+        "bfloat16", (64, 64), wgmma(128, 32, 12, 2, cluster=2, halves=True), gpu=FOUR_SMS, schedules=TOGETHER
     ),
     "hopper pair wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, cluster=2, dynamic=False), gpu=FOUR_SMS),
     # A product of dQ has head dims as rows: of 32, 80 and 16 queries.

@@ -258,7 +258,10 @@ def test_supported_looks_at_the_arrays():
 
 
 def measured(monkeypatch, *configs):
-    winners = tuple(SimpleNamespace(config=config, origin="tuned: user NVIDIA_H200.yaml") for config in configs)
+    winners = tuple(
+        SimpleNamespace(config=config, origin="tuned: user NVIDIA_H200.yaml", distance=0.0, is_general=True)
+        for config in configs
+    )
     monkeypatch.setattr(store, "find", lambda *_: winners)
 
 

@@ -480,7 +480,7 @@ def test_launches_of_a_backward_of_roles(d, dv, columns):
     ("mappable", "vector_bytes", "family"), [(True, 16, "wgmma"), (False, 16, "mma"), (True, 8, "mma")]
 )
 def test_a_tuned_backward_with_tensor_maps_is_for_what_they_describe(monkeypatch, mappable, vector_bytes, family):
-    winner = types.SimpleNamespace(config=HOPPER_BACKWARD, origin="tuned")
+    winner = types.SimpleNamespace(config=HOPPER_BACKWARD, origin="tuned", distance=0.0, is_general=True)
     monkeypatch.setattr(dispatch.store, "find", lambda task, *_: [winner] if task == "backward" else [])
     q, k, v, _ = arrays()
     plan = dispatch.plan_backward(Problem.of(q, k, v), vector_bytes, HOPPER, mappable=mappable)

@@ -131,15 +131,42 @@ def test_a_nearer_entry_for_both_dtypes_goes_before_one_dtypes(write):
     assert found() == [WINNER, OTHER, WARPGROUPS]
 
 
+def test_what_is_for_the_other_dtype_ends_the_reach_of_farther_entries(write):
+    write(entry(OTHER, length=2048), entry(WARPGROUPS, dtype="bfloat16", length=512), entry())
+    assert found() == [WINNER]
+    write(entry(OTHER, length=512), entry(WARPGROUPS, dtype="bfloat16", length=512), entry())  # it came second
+    assert found() == [WINNER]
+    write(entry(OTHER, length=2048), entry(WARPGROUPS, dtype="bfloat16", length=512), entry())
+    assert found(problem(dtype="bfloat16")) == [WARPGROUPS, OTHER, WINNER]
+    assert found(problem(seqlen_k=2048)) == [OTHER, WINNER]
+
+
+def test_what_is_not_legal_ends_the_reach_of_farther_entries(write):
+    """Another family's, measured elsewhere, would be a guess."""
+    write(entry(OTHER, length=2048), entry(WARPGROUPS, length=512), entry())
+    assert origin()[0] == WARPGROUPS
+    assert origin(mappable=False) == (WINNER, "tuned: packaged NVIDIA_H200.yaml")
+
+
 @pytest.mark.parametrize(
-    ("sizes", "holds"), [((128, 128), True), ((64, 128), True), ((128, 4096), False), ((256, 256), False)]
+    ("sizes", "changes", "holds"),
+    [
+        ((128, 128), {}, True),
+        ((64, 100), {}, True),
+        ((128, 4096), {}, False),
+        ((129, 129), {}, False),
+        ((64, 160), {}, False),
+        ((128, 128), {"num_heads": 128}, False),
+        ((128, 128), {"band": Band(-9, None)}, False),
+    ],
 )
-def test_a_winner_with_a_block_per_head_holds_for_no_longer_heads(write, sizes, holds):
-    """As many rows, in fewer and longer heads, would leave most of a GPU idle."""
+def test_a_winner_with_a_block_per_head_holds_for_heads_as_short_and_alone(write, sizes, changes, holds):
+    """As many rows, in fewer and longer heads or in groups of heads, would leave most of a GPU idle."""
     seqlen_q, seqlen_k = sizes
-    write(entry(FIRST, task="backward", length=128, rows=8192), entry(task="backward"))
+    masked = "band" in changes
+    write(entry(FIRST, task="backward", length=128, rows=8192, masked=masked), entry(task="backward", masked=masked))
     heads = max(1, 8192 // seqlen_k)
-    p = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads, num_kv_heads=heads)
+    p = problem(**{"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_heads": heads, "num_kv_heads": heads, **changes})
     assert found(p, task="backward") == ([FIRST, WINNER] if holds else [WINNER])
     assert FIRST in found(dataclasses.replace(p, algorithm="v1"), task="backward")
 

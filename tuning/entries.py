@@ -72,9 +72,14 @@ class Kind:
             dtype,
             *tile_head_dims(problem.head_dim, problem.head_dim_v),
             problem.is_masked,
-            max(_SHORTEST, nearest_power(streamed)),
-            min(max(_SHORTEST, nearest_power(problem.batch * heads * owned)), _MOST_ROWS),
+            max(_SHORTEST, _nearest_power(streamed)),
+            min(max(_SHORTEST, _nearest_power(problem.batch * heads * owned)), _MOST_ROWS),
         )
+
+    @property
+    def is_general(self) -> bool:
+        """Whether it is for all lengths and numbers of rows."""
+        return self.length is None and self.rows is None
 
     def general(self) -> Kind:
         """The same for both 16-bit dtypes, all lengths and all numbers of rows."""
@@ -88,10 +93,14 @@ class Kind:
         """
         if self.dtype != other.dtype and not (self.dtype == "half" and other.dtype in ("float16", "bfloat16")):
             return math.inf
-        if replace(self, dtype=other.dtype, length=None, rows=None) != replace(other, length=None, rows=None):
+        if self._tiles() != other._tiles():
             return math.inf
         pairs = ((self.length, other.length), (self.rows, other.rows))
         return sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs if mine is not None and theirs is not None)
+
+    def _tiles(self) -> tuple[str, int, int, bool]:
+        """All but the dtype and the sizes."""
+        return self.task, self.head_dim, self.head_dim_v, self.masked
 
     def __str__(self) -> str:
         head_dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
@@ -290,6 +299,5 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def nearest_power(number: int) -> int:
-    """The power of two that a length or a number of rows counts as."""
+def _nearest_power(number: int) -> int:
     return 1 << round(math.log2(max(1, number)))

@@ -3,7 +3,9 @@
 An entry holds for its length and number of rows and for what is up to four times as large or small, both together;
 one that names neither holds for all. Within a GPU model, those that hold go by layer (see ``layers``). In one layer,
 the nearest of those that name a length or rows go before those for all, those of one 16-bit dtype before "half", and
-then as they stand in the file. Entries from farther away serve where nothing holds, the nearest first.
+then as they stand in the file. Entries from farther away serve where nothing holds, the nearest first. What was
+measured nearer but is for the other 16-bit dtype alone, or not legal for the problem (``dispatch.choose`` asks), ends
+the reach of entries that are farther: those for all lengths, or the heuristic, serve then.
 
 ``find_related`` then has the winners of another GPU model of the same architecture, on which tiles that win here are at
 most some percent off, and which know kernels that no heuristic lists. Whether tiles are legal on the GPU at hand is
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from ..problem import Problem
 from ..resources import Limits
 from ..tiles import Task, TileConfig
 from . import files, layers, settings
-from .entries import Entry, Kind, Winners, nearest_power
+from .entries import Entry, Kind, Winners
 from .layers import Layer
 from .merging import replaced
 
@@ -41,6 +43,11 @@ class Found:
     layer: Layer
     distance: float  # in powers of two, to the length and rows that were measured
     related: bool  # of another GPU model
+
+    @property
+    def is_general(self) -> bool:
+        """Whether it is for all lengths and numbers of rows."""
+        return self.entry.kind.is_general
 
     @property
     def origin(self) -> str:
@@ -128,8 +135,10 @@ def _ranked(
         Found(entry.config, entry, layer, distance, related)
         for layer in places
         for entry in entries_of(layer, limits)
-        if (distance := entry.kind.distance(kind)) < math.inf and not _has_too_few_blocks(entry, problem)
+        if (distance := entry.kind.distance(kind)) < math.inf and _holds_for(entry, problem)
     ]
+    rivals = {layer: _of_the_other_dtype_alone(entries_of(layer, limits), kind) for layer in {f.layer for f in found}}
+    found = [f for f in found if f.is_general or not _is_beyond(f, rivals[f.layer])]
     # Sorting is stable: what is equal stays in the order of layers and files.
     holding = [f for f in found if f.distance <= _REACH]
     by_layer = [
@@ -141,21 +150,48 @@ def _ranked(
     return tuple(by_layer + far)
 
 
-def _has_too_few_blocks(entry: Entry, problem: Problem) -> bool:
-    """A block of "v1" has a head: what it wins where that is a tile of rows it loses where it is many.
+def _holds_for(entry: Entry, problem: Problem) -> bool:
+    """Whether a winner says something of a problem of its kind.
 
-    The number of rows does not tell these apart, nor does the length, which is that of one side.
+    A block of "v1" has a key/value head, with all queries and keys of it one after the other: what it wins where they
+    are one tile it loses where they are more, which neither the number of rows nor the length of one side tells. It
+    was measured without a lower bound, which takes registers.
     """
     if entry.config.family != "v1" or problem.algorithm == "v1" or entry.kind.length is None:
+        return True
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    return longest <= entry.kind.length and problem.group == 1 and problem.band.first is None
+
+
+def _of_the_other_dtype_alone(entries: Iterable[Entry], kind: Kind) -> tuple[float, Entry] | None:
+    """The nearest winner that holds for the other 16-bit dtype alone, and how far it is; None if there is none."""
+    other = {"float16": "bfloat16", "bfloat16": "float16"}.get(kind.dtype)
+    if other is None:
+        return None
+    distances = (
+        (entry.kind.distance(replace(kind, dtype=other)), entry)
+        for entry in entries
+        if entry.kind.dtype == other and not entry.kind.is_general
+    )
+    return min(distances, key=lambda found: found[0], default=None)
+
+
+def _is_beyond(found: Found, rival: tuple[float, Entry] | None) -> bool:
+    """Whether a winner is farther than ``rival``, or of a family that came second to it.
+
+    What was best there is not for this dtype, and what was not best, or elsewhere, would be a guess.
+    """
+    if rival is None or found.entry.kind.dtype != "half":
         return False
-    return nearest_power(max(problem.seqlen_q, problem.seqlen_k)) > entry.kind.length
+    distance, entry = rival
+    return found.distance > distance or (found.distance == distance and found.config.family != entry.config.family)
 
 
 def _preference(found: Found) -> tuple[float, ...]:
     """Smaller goes first, of those in one layer."""
     kind = found.entry.kind
     open_ = (kind.length is None) + (kind.rows is None)
-    return open_ == 2, *_preference_by_distance(found), kind.dtype == "half", open_
+    return kind.is_general, *_preference_by_distance(found), kind.dtype == "half", open_
 
 
 def _preference_by_distance(found: Found) -> tuple[float, ...]:
