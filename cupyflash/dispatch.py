@@ -7,7 +7,7 @@ The choice of tiles is looked up among the measured winners for the GPU model (`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from . import heuristics, resources
@@ -101,14 +101,9 @@ def choose(
     """
     if given and task in given:
         return given[task], "given"
-    nearest = math.inf  # of what was measured, and is not for this problem: farther ones would be guesses
-    for found in store.find_all(task, problem, limits):
-        if found.distance > nearest and not found.is_general:
-            continue
-        if why_not(task, found.config, problem, limits, mappable) is None:
+    for found, reason in considered(task, problem, limits, mappable):
+        if reason is None:
             return found.config, found.origin
-        if not found.is_general:
-            nearest = min(nearest, found.distance)
     listed = heuristics.listed(task, problem, limits)
     untuned = [config for config in listed if why_not(task, config, problem, limits, mappable) is None]
     if not untuned:
@@ -125,6 +120,25 @@ def choose(
             + ("; 'auto' takes an algorithm that can" if asked else "")
         )
     return untuned[0], "heuristic"
+
+
+def considered(
+    task: Task, problem: Problem, limits: Limits, mappable: bool = True
+) -> Iterator[tuple[store.Found, str | None]]:
+    """The measured winners in the order in which they are looked at, each with the reason why it is not taken.
+
+    The one that is taken, if any, has None, and is the last.
+    """
+    nearest = math.inf  # of those that are not taken: what won farther away would be a guess
+    for found in store.find_all(task, problem, limits):
+        reason = why_not(task, found.config, problem, limits, mappable)
+        if reason is None and found.distance > nearest and not found.is_general:
+            reason = "what won nearer to the problem is not for it"
+        yield found, reason
+        if reason is None:
+            return
+        if not found.is_general:
+            nearest = min(nearest, found.distance)
 
 
 def why_not(task: Task, config: TileConfig, problem: Problem, limits: Limits, mappable: bool = True) -> str | None:

@@ -184,9 +184,8 @@ def _decision(task: Task, problem: Problem, limits: Limits, mappable: bool) -> I
         yield "winners are measured without a cap and with a positive scale"
         return
     found_any = False
-    for found in store.find_all(task, problem, limits):
+    for found, reason in dispatch.considered(task, problem, limits, mappable):
         found_any = True
-        reason = dispatch.why_not(task, found.config, problem, limits, mappable)
         if reason is None:
             if is_stale(found.config.family, task, found.entry.measured.kernel):
                 yield "measured with kernels that have changed since: cupyflash tune measures again"
