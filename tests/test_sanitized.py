@@ -5,6 +5,7 @@ import re
 import faults
 import pytest
 import sanitized_cases
+from fault_tables.fault import Fault
 
 from cupyflash.runtime import emulated
 
@@ -25,7 +26,7 @@ def test_kernels_stay_in_bounds():
 
 def test_planted_read_out_of_bounds_is_reported_with_its_line(tmp_path):
     load_K = "load_tile<kHeadDim>(shared.K, k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k"
-    fault = faults.fault("", "forward_mma.cu", load_K, f"{load_K} + 1", "a row behind the last key")
+    fault = Fault("", "forward_mma.cu", load_K, f"{load_K} + 1", "a row behind the last key", ())
     sources = faults.planted(fault, tmp_path)
     text = (sources / fault.file).read_text()
     line = text[: text.index(fault.new)].count("\n") + 1

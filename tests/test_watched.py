@@ -6,6 +6,7 @@ import subprocess
 import emulated_cases
 import faults
 import pytest
+from fault_tables.fault import Fault
 
 from cupyflash.runtime import emulated
 
@@ -60,7 +61,7 @@ def test_kernels_read_what_was_written(case):
     ids=["shared", "global"],
 )
 def test_planted_read_is_reported_with_its_line(tmp_path, file, old, reader):
-    fault = faults.fault("", file, old, "", "")
+    fault = Fault("", file, old, "", "", ())
     sources = faults.planted(fault, tmp_path)
     found = re.search(
         r"reads memory that nobody has written; (addr2line -i -e \S+ \S+) names the line",
