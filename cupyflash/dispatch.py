@@ -160,7 +160,8 @@ def passed_over(
         reason = why_not(task, other, problem, limits, mappable)
         if reason is None:
             reasons[other.family] = "was slower where it was measured"
-        reasons.setdefault(other.family, reason or "")
+        else:
+            reasons.setdefault(other.family, reason)
     return reasons
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import cupyflash
@@ -24,6 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
         return _NOBODY_READS
     return status
+
+
+@contextmanager
+def _told_by(parser: argparse.ArgumentParser, *errors: type[Exception], what: str = "") -> Iterator[None]:
+    """Ends the process with an error's message, and the status of a command line that is wrong."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except errors as error:
+        parser.error(f"{what}{error}")
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -62,42 +74,26 @@ def _run(arguments: Sequence[str] | None) -> int:
         return demonstration.run(options.device, options.tokens, options.model)
 
     if options.command == "compare":
-        try:
+        with _told_by(compare_parser, ImportError, OSError, RuntimeError, ValueError):
             return compare.run(options)
-        except BrokenPipeError:
-            raise
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
-            compare_parser.error(str(error))
 
     if options.command == "tune":
-        try:
+        with _told_by(tuning, ImportError, ValueError, RuntimeError):
             return tune.run(options)
-        except (ImportError, ValueError, RuntimeError) as error:
-            tuning.error(str(error))
 
     if options.command == "trace":
-        try:
+        with _told_by(tracing, OSError, RuntimeError, TypeError, ValueError):
             return trace.run(options)
-        except BrokenPipeError:
-            raise
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
-            tracing.error(str(error))
 
     from cupyflash.cli.info import current_gpu, machine
 
     if options.command == "config":
-        try:
+        with _told_by(config_parser, OSError, RuntimeError, TypeError, ValueError, what=f"{options.action}: "):
             return config.run(options, current_gpu)
-        except BrokenPipeError:
-            raise
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
-            config_parser.error(f"{options.action}: {error}")
 
     if options.explain is None:
         print(machine())
         return 0
-    try:
+    with _told_by(info, TypeError, ValueError, what="--explain: "):
         print(explain(options.explain, current_gpu))
-    except (TypeError, ValueError) as error:
-        info.error(f"--explain: {error}")
     return 0
