@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         choices=("auto", "v1"),
         default="auto",
-        help="v1: its kernels, which auto leaves out",
+        help="v1: all its tiles, of which auto measures one",
     )
     parser.add_argument("--budget", type=seconds, help="time after which no more is measured, as in 30s or 10m")
     parser.add_argument(
