@@ -9,12 +9,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cupyflash import dispatch, heuristics
 from cupyflash.problem import Band, Problem
 from cupyflash.resources import KNOWN_GPUS, Limits, why_illegal
 from cupyflash.tiles import TileConfig
-from cupyflash.tuning import configs, files, layers, settings, store
+from cupyflash.tuning import configs, files, layers, plain_yaml, settings, store
 from cupyflash.tuning.entries import Entry, EntryError, Kind, Measured, Winners
 
 SHIPPED = sorted(Path(configs.__file__).parent.glob("*.yaml"))
@@ -515,6 +516,11 @@ def test_importing_reads_nothing():
     assert run(program).strip() == "[]"
 
 
+def test_a_first_lookup_does_not_import_pyyaml():
+    program = PROGRAM.partition("print(store.keep")[0] + "import sys; print('yaml' in sys.modules)"
+    assert run(program).split("\n")[:2] == ["tuned: packaged NVIDIA_H200.yaml", "False"]
+
+
 # ---- what ships
 
 
@@ -529,6 +535,7 @@ def shipped_entries():
 def test_shipped_file_belongs_to_a_known_gpu(path):
     contents = files.read(path)
     assert contents.complaints == ()
+    assert repr(plain_yaml.read(path.read_text())) == repr(yaml.safe_load(path.read_text()))
     assert files.file_name(contents.winners.device.name) == path.name
     assert contents.winners.device in KNOWN_GPUS.values()
 

@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import hypothesis.strategies as st
@@ -16,7 +17,7 @@ from cupyflash.dispatch import FILES
 from cupyflash.resources import KNOWN_GPUS
 from cupyflash.runtime import source
 from cupyflash.tiles import TASKS, TileConfig
-from cupyflash.tuning import files, kernel_hash
+from cupyflash.tuning import files, kernel_hash, plain_yaml
 from cupyflash.tuning.entries import DTYPES, FAMILIES, Entry, EntryError, Kind, Measured, Winners, content, parse
 from cupyflash.tuning.merging import arranged, merge, replaced
 
@@ -164,6 +165,98 @@ def test_nothing_that_a_file_holds_raises(text):
 @given(st.text(alphabet=st.sampled_from(BY_HAND + '\t"|>%@`'), max_size=40), st.integers(0, len(BY_HAND)))
 def test_noise_in_a_file_does_not_raise(noise, where):
     files.parse_text(BY_HAND[:where] + noise + BY_HAND[where:])
+
+
+# ---- reading without PyYAML, which is the oracle
+
+PLAIN = """\
+# a remark
+schema: 1
+device: {name: NVIDIA H200, arch: 90}
+entries:
+- kind: {task: forward, masked: true}
+  config: {Br: 128}
+
+- kind: {task: backward}
+  measured: {seconds: 1.5e-05, kernel: 5cd03ce7d9e4, cupy: 14.2.0, nvrtc: '13.0', provenance: 'me: by hand'}
+"""
+
+
+def by_pyyaml(text):
+    """repr tells 1 from 1.0 and from True."""
+    return repr(yaml.safe_load(text))
+
+
+def test_what_is_written_needs_no_pyyaml_to_be_read(monkeypatch):
+    everything = Measured(
+        *(1.5e-5, 2.0, 0.0, 0.25, "2026-11-29", "09c3246bd8de", "13.0", "14.2.0", "580.159.03"),
+        provenance="taken after tuning at a first call",
+    )
+    winners = Winners(H200, (Entry(KIND, CONFIG), Entry(dataclasses.replace(KIND, rows=64), CONFIG, everything)))
+    text = files.text_of(winners)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert files.parse_text(text) == files.Contents(winners)
+
+
+def test_what_is_plain():
+    assert repr(plain_yaml.read(PLAIN)) == by_pyyaml(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "scalar",
+    [
+        *("0", "12", "1.5", "1.", "1.5e-05", "true", "false", "''", "'a b'", "mma", "a b-c/d", "y", "e5", "inf", "1e5"),
+        *("09c3246bd8de", "cf09dd8626b7", "1e12e3", "580.159.03", "1.2.3e4", "trueish", "no news"),
+    ],
+)
+def test_a_plain_scalar(scalar):
+    text = f"key: {scalar}\nitems:\n- a: {{{scalar}: 1, b: {scalar}}}\n  c: {scalar}\n"
+    assert repr(plain_yaml.read(text)) == by_pyyaml(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "# nothing\n", "key:", "key: []", "key: {}", "- a: 1", "  key: 1", "key:1", "key: 1 # one", "'k': 1"),
+        *("key: yes", "key: No", "key: OFF", "key: True", "key: null", "key: ~", "key: 2026-11-29", "key: 012"),
+        *("key: 0b11", "key: 0x1f", "key: 1_000", "key: 1:30", "key: -1", "key: .inf", "key: 1.5E+05", "key: a: b"),
+        *("key: &a 1", "key: *a", "key: !!str 1", "key: |", "key: [1]", 'key: "a"', "key: 'it''s'", "key: 日本"),
+        *("a: 1\na: 2", "a: {b: 1, b: 2}", "a: {b: 1, 'b': 2}", "a:\n- b: 1\n  b: 2", "a:\na: 1", "a: 1\n  b: 2"),
+        *("a: {b: 'c, d'}", "a: {b: 'c'', d: 'e'}", "a: {b: 1,c: 2}", "a: {b: {c: 1}}", "a: {b: 1,\n c: 2}", "a: {b}"),
+        *("a:\n- b: 1\nc: 2\n- d: 3", "a: 1\n- b: 2", "a:\n- b:", "a:\n- b: 1\n  c:", "a:\n  b: 1", "a: 1\r\nb: 2"),
+        *("a: 1\n---\nb: 2", "%YAML 1.1\n---\na: 1", "a:\n - b: 1", "a:\n- - b: 1", "a:\tb", "a: 1\x0bb: 2"),
+        *("# \x07\na: 1", "# remark\x85b: 2\na: 1", "a: '\x7f'"),
+    ],
+)
+def test_what_is_left_to_pyyaml(text):
+    with pytest.raises(plain_yaml.NotPlain):
+        plain_yaml.read(text)
+
+
+@given(st.text(alphabet=st.sampled_from("0123456789abcdefxoyn.-+_' "), min_size=1, max_size=6))
+def test_no_scalar_is_read_otherwise(scalar):
+    text = f"key: {{a: {scalar}}}"
+    try:
+        read = plain_yaml.read(text)
+    except plain_yaml.NotPlain:
+        return
+    assert repr(read) == by_pyyaml(text)
+
+
+pieces = st.lists(st.sampled_from([*"\n :,#'{}-1ab|>\t", *("\n- ", "\n  ", "- ", ": ", ", ", " #", "b: 1", "''")]))
+
+
+@given(pieces.map("".join), st.integers(0, len(PLAIN)), st.integers(0, 3))
+def test_no_file_is_read_otherwise(noise, where, removed):
+    text = PLAIN[:where] + noise + PLAIN[where + removed :]
+    try:
+        read = plain_yaml.read(text)
+    except plain_yaml.NotPlain:
+        return
+    assert repr(read) == by_pyyaml(text)
+
+
+# ---- names
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, get_args
 
@@ -165,6 +165,10 @@ class Winners:
 Check = Callable[[Any], str]  # what was expected, if it is not what came
 
 
+def _any(value: Any) -> str:
+    return ""
+
+
 def _one_of(*allowed: str) -> Check:
     return lambda value: "" if value in allowed and isinstance(value, str) else f"one of {', '.join(allowed)}"
 
@@ -202,6 +206,7 @@ def _date(value: Any) -> str:
     return ""
 
 
+_PARTS = dict.fromkeys(("kind", "config", "measured"), _any)
 _KIND: dict[str, Check] = {
     "task": _one_of(*TASKS),
     "dtype": _one_of(*DTYPES),
@@ -220,6 +225,7 @@ _MEASURED: dict[str, Check] = {
     **dict.fromkeys(("kernel", "nvrtc", "cupy", "driver", "provenance"), _text),
 }
 _DEVICE = {f.name: _text if f.name == "name" else _whole for f in fields(Limits)}
+_REQUIRED = {cls: [f.name for f in fields(cls) if f.default is MISSING] for cls in (Kind, TileConfig, Limits)}
 
 
 def parse(mapping: Any) -> Entry:
@@ -228,24 +234,24 @@ def parse(mapping: Any) -> Entry:
     Raises:
         EntryError: something is missing, unknown, or not of its type.
     """
-    parts = _checked("", mapping, {"kind": _any, "config": _any, "measured": _any}, {"kind", "config"})
-    kind = Kind(**_checked("kind.", parts["kind"], _KIND, _required(Kind)))
+    parts = _checked("", mapping, _PARTS, ("kind", "config"))
+    kind = Kind(**_checked("kind.", parts["kind"], _KIND, _REQUIRED[Kind]))
     tiles = tile_head_dims(kind.head_dim, kind.head_dim_v)
     if tiles != (kind.head_dim, kind.head_dim_v):
         raise EntryError(
             f"kind.head_dim and kind.head_dim_v are {kind.head_dim} and {kind.head_dim_v}; expected those of tiles, "
             f"{tiles[0]} and {tiles[1]}"
         )
-    config = TileConfig(**_checked("config.", parts["config"], _CONFIG, _required(TileConfig)))
+    config = TileConfig(**_checked("config.", parts["config"], _CONFIG, _REQUIRED[TileConfig]))
     measured = parts.get("measured") or {}
-    if isinstance(measured, Mapping) and isinstance(measured.get("date"), datetime.date):
+    if isinstance(measured, dict) and isinstance(measured.get("date"), datetime.date):
         measured = {**measured, "date": measured["date"].isoformat()}  # YAML makes one of a date without quotes
-    return Entry(kind, config, Measured(**_checked("measured.", measured, _MEASURED, set())))
+    return Entry(kind, config, Measured(**_checked("measured.", measured, _MEASURED, ())))
 
 
 def parse_device(mapping: Any) -> Limits:
     """A GPU model's identity from what a file holds; raises EntryError."""
-    return Limits(**_checked("device.", mapping, _DEVICE, set(_DEVICE)))
+    return Limits(**_checked("device.", mapping, _DEVICE, _REQUIRED[Limits]))
 
 
 def content(entry: Entry) -> dict[str, dict[str, Any]]:
@@ -271,27 +277,18 @@ def device_content(device: Limits) -> dict[str, Any]:
     return mapping
 
 
-def _checked(prefix: str, mapping: Any, checks: Mapping[str, Check], required: set[str]) -> dict[str, Any]:
-    if not isinstance(mapping, Mapping):
+def _checked(prefix: str, mapping: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(mapping, dict):
         raise EntryError(f"{prefix.rstrip('.') or 'the entry'} is {mapping!r}; expected keys {', '.join(checks)}")
-    for name in mapping:
+    for name, value in mapping.items():
         if name not in checks:
             raise EntryError(f"{prefix}{name} is unknown; expected {', '.join(checks)}")
-    for name in checks:
-        if name not in mapping and name in required:
-            raise EntryError(f"{prefix}{name} is missing")
-    for name, value in mapping.items():
         if expected := checks[name](value):
             raise EntryError(f"{prefix}{name} is {value!r}; expected {expected}")
-    return dict(mapping)
-
-
-def _any(value: Any) -> str:
-    return ""
-
-
-def _required(cls: type) -> set[str]:
-    return {f.name for f in fields(cls) if f.default is MISSING}
+    for name in required:
+        if name not in mapping:
+            raise EntryError(f"{prefix}{name} is missing")
+    return mapping
 
 
 def _plain(value: Any) -> Any:

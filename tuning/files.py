@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..resources import Limits
+from . import plain_yaml
 from .entries import Entry, EntryError, Winners, content, device_content, parse, parse_device
 
 SCHEMA = 1
@@ -71,7 +72,9 @@ def read(path: Path) -> Contents | None:
 
 def parse_text(text: str) -> Contents:
     """The contents of a file's text."""
-    import yaml  # not at import: it costs 20 ms
+    with suppress(ValueError):  # it is not plain, or not right: PyYAML knows more, and where a fault stands
+        return _plain_contents(text)
+    import yaml  # not at import: it costs as much as all else that a lookup does
 
     try:
         loader = _loader_type()(text)
@@ -102,6 +105,18 @@ def parse_text(text: str) -> Contents:
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             complaints.append(f"entry {number} (line {node.start_mark.line + 1}) is left out: {_one_line(error)}")
     return Contents(Winners(device, tuple(entries.values())), tuple(complaints))
+
+
+def _plain_contents(text: str) -> Contents:
+    """The same of a text without a fault; raises ValueError, which need not say what is wrong, of others."""
+    top = plain_yaml.read(text)
+    listed = top.get("entries")
+    if top.keys() != {"schema", "device", "entries"} or top["schema"] != SCHEMA or not isinstance(listed, list):
+        raise EntryError("expected schema, device and a list of entries")
+    entries = {entry.key: entry for entry in map(parse, listed)}
+    if len(entries) < len(listed):
+        raise EntryError("two entries have one kind and family")
+    return Contents(Winners(parse_device(top["device"]), tuple(entries.values())))
 
 
 def text_of(winners: Winners) -> str:
