@@ -15,6 +15,7 @@ from .tiles import ALGORITHMS, STANDARD, Task, TileConfig, tile_head_dims
 _ALIGNMENT = 128  # of a shared tile, and so of the whole storage
 _USABLE_REGISTERS = 255  # per thread; the architecture's limit
 _REGISTERS_PER_SM = 65536
+_REGISTER_UNIT = 8  # per thread; they are allocated so many at a time
 SHARED_BASE = 1024  # where a block's dynamic shared memory begins on sm_90, if it has no other; the system has the rest
 _RESERVED_SHARED_BYTES = 1024  # per block, taken by the system from sm_80 on
 
@@ -198,6 +199,16 @@ def available_registers(task: Task, config: TileConfig) -> int:
     if config.family == "wgmma":
         return _CONSUMER_REGISTERS[_consumers(config)]
     return min(_USABLE_REGISTERS, _REGISTERS_PER_SM // (config.threads * config.blocks_per_sm))
+
+
+def resident_blocks(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> int:
+    """Blocks that run on an SM at a time, if the compiler takes all the registers that it may."""
+    allowed = _REGISTERS_PER_SM // (config.threads * config.blocks_per_sm)
+    per_thread = min(_round_up(_USABLE_REGISTERS, _REGISTER_UNIT), allowed // _REGISTER_UNIT * _REGISTER_UNIT)
+    by_registers = _REGISTERS_PER_SM // (config.threads * per_thread)
+    per_sm = limits.shared_bytes + _RESERVED_SHARED_BYTES
+    by_shared = per_sm // (shared_bytes(task, config, problem) + _RESERVED_SHARED_BYTES)
+    return max(1, min(by_registers, by_shared))
 
 
 def why_illegal(task: Task, config: TileConfig, problem: Problem, limits: Limits) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 
 from cupyflash import dispatch, heuristics
 from cupyflash.problem import Band, Problem
-from cupyflash.resources import KNOWN_GPUS, Limits, registers, shared_bytes, why_illegal
+from cupyflash.resources import KNOWN_GPUS, Limits, registers, resident_blocks, shared_bytes, why_illegal
 from cupyflash.tiles import TASKS, TileConfig, tile_head_dims
 from cupyflash.tuning.space import space
 
@@ -231,6 +231,22 @@ def test_shared_memory_of_several_blocks():
     assert why_illegal("forward", config, problem(), dataclasses.replace(H200, shared_bytes=limit)) is None
     reason = why_illegal("forward", config, problem(), dataclasses.replace(H200, shared_bytes=limit - 1))
     assert reason == f"3 blocks need {need} bytes of shared memory each; an SM has {limit - 1 + 1024}"
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "d", "limits", "blocks"),
+    [
+        ("forward", TileConfig("mma", 128, 64, 4), 128, H200, 2),  # 128 threads of 256 registers, 65,536 in all
+        ("backward", TileConfig("mma", 64, 128, 8, 2), 128, H200, 1),  # 256 threads of 256
+        ("forward", TileConfig("mma", 128, 64, 4, blocks_per_sm=4), 64, H200, 4),  # 128 registers each
+        ("forward", TileConfig("mma", 128, 128, 4), 64, T4, 1),  # 48 KiB of 64
+        ("forward", TileConfig("wgmma", 192, 80, 16, 3), 128, H200, 1),  # 512 threads of 128
+        ("backward", TileConfig("wgmma", 80, 128, 12, 2), 128, H200, 1),  # 384 threads of 168
+        ("forward", TileConfig("v1", 128, 128, 8, 2), 128, H200, 1),
+    ],
+)
+def test_blocks_that_an_sm_runs_at_a_time(task, config, d, limits, blocks):
+    assert resident_blocks(task, config, problem(d), limits) == blocks
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 Two counts for each direction. *Requested* is what blocks ask of global memory, whoever serves it. *DRAM* is what passes
 between the L2 cache and the GPU's memory: everything once (the compulsory part), and again what the cache has lost
-before it is asked for again, by ``hit_rate``. That is where the algorithms differ. V2 and V3 read K and V once per
-block of queries, but the few heads whose blocks run at a time fit the cache, and nearly all of it is served there. V1
-reads and writes Q, O, m and l once per block of keys, of one head per block, and as many heads as there are
-multiprocessors: their rows exceed the cache, and pass through memory each time.
+before it is asked for again. That is where the algorithms differ. V1 reads and writes Q, O, m and l once per block of
+keys, of one head per block, and as many heads as there are multiprocessors: their rows exceed the cache, and pass
+through memory each time. V2 and V3 read K and V once per block of queries, but blocks that run at a time share them:
+memory gives them once per wave of blocks at most, and once per head where the cache holds what a wave touches
+(``waves.py``).
+
+Counted this way, the bytes are those of waves that keep in step. Blocks drift apart, and what one wave loses the next
+then sometimes finds: 5 to 9% less is measured where heads are read more than once.
 
 References: Dao et al., FlashAttention, arXiv:2205.14135, theorem 2, and algorithms 0, 1, 3 and 4; Dao,
 FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
@@ -13,16 +17,15 @@ FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..problem import Problem
-from ..resources import Limits
+from ..resources import Limits, is_wide, resident_blocks
 from ..tiles import Task, TileConfig, tile_head_dims
+from .waves import Blocks, Touched, copies_for_one_reader, reads_per_head, stays
 
 _SUM_BYTES = 4  # of an element of lse, delta, m, l, and of a sum that is kept in float32
-_ITERATIONS = 200  # of the fixed point below; it contracts
 
 Tiles = Mapping[Task, TileConfig]
 
@@ -60,7 +63,7 @@ def count(algorithm: str, direction: str, problem: Problem, tiles: Tiles, limits
         flushed: the cache is emptied between kernels, as a profiler does it.
     """
     if algorithm == "standard":
-        kept = 0.0 if flushed else hit_rate(problem.scores * problem.itemsize, limits.l2_bytes)
+        kept = not flushed and stays(problem.scores * problem.itemsize, limits.l2_bytes)
         forward, backward = _standard_forward(problem, kept), _standard_backward(problem, kept)
         return {"forward": forward, "backward": backward, "step": forward + _standard_backward(problem, kept, True)}[
             direction
@@ -95,22 +98,6 @@ def visible_pairs(problem: Problem) -> int:
     return sum(keys for _, keys in _rows_and_keys(problem, 1, 1))
 
 
-def hit_rate(bytes_between: float, cache_bytes: float) -> float:
-    """The share of a loop's reads that a cache serves, if so many bytes are touched before it comes round again.
-
-    A cache that replaces lines at random keeps one over m misses with the probability exp(-m / lines), and m are the
-    misses of a round: h = exp(-(1 - h) x), x = bytes_between / cache_bytes. Nothing is lost while x <= 1; at x = 2 a
-    fifth is kept, at x = 4 two percent.
-    """
-    x = bytes_between / cache_bytes
-    if x <= 1:
-        return 1.0
-    h = 0.0
-    for _ in range(_ITERATIONS):
-        h = math.exp(-(1 - h) * x)
-    return h
-
-
 def paper_v1_bytes(problem: Problem, shared_bytes: int) -> float:
     """N^2 d^2 / M, of theorem 2 of FlashAttention for its forward, with the factors of algorithm 1.
 
@@ -124,16 +111,15 @@ def paper_v1_bytes(problem: Problem, shared_bytes: int) -> float:
     return rounds * per_round * problem.batch * problem.num_heads
 
 
-def _standard_forward(problem: Problem, kept: float) -> Traffic:
+def _standard_forward(problem: Problem, kept: bool) -> Traffic:
     """S = Q K^T;  P = softmax(S), which reads what is visible and writes all;  O = P V."""
     Q, KV, O, S, visible, lse = _sizes(problem)
     K, V = _split(problem, KV)
-    softmax_read, product_read = visible * (1 - kept), S * (1 - kept)
-    read = Q + K + softmax_read + product_read + V
-    return Traffic(round(read), S + S + lse + O, Q + K + S + visible + S + lse + S + V + O)
+    read = Q + K + (0 if kept else visible + S) + V
+    return Traffic(read, S + S + lse + O, Q + K + S + visible + S + lse + S + V + O)
 
 
-def _standard_backward(problem: Problem, kept: float, has_P: bool = False) -> Traffic:
+def _standard_backward(problem: Problem, kept: bool, has_P: bool = False) -> Traffic:
     """delta;  S = Q K^T;  dP = dO V^T;  P and dS from both;  dQ = dS K;  dK = dS^T Q;  dV = P^T dO.
 
     In a step it has P from the forward: then S is not computed, and P not written.
@@ -145,53 +131,82 @@ def _standard_backward(problem: Problem, kept: float, has_P: bool = False) -> Tr
     written = lse + S + S + Q + KV
     if not has_P:
         read, written = read + Q + K, written + 2 * S
-    return Traffic(round(read + matrices_read * (1 - kept)), written, read + matrices_read + written)
+    return Traffic(read if kept else read + matrices_read, written, read + matrices_read + written)
 
 
-def _tiled_forward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+def _tiled_forward(problem: Problem, tiles: TileConfig, limits: Limits, task: Task = "forward") -> Traffic:
     """Each block of queries reads its Q once and every K and V that it sees, and writes its O and LSE once."""
     Q, KV, O, _, _, lse = _sizes(problem)
     streamed = (
         _heads(problem) * _row_bytes(problem) * sum(keys for _, keys in _rows_and_keys(problem, tiles.Br, tiles.Bc))
     )
-    hits = hit_rate(_running_key_bytes(problem, tiles, limits), limits.l2_bytes)
-    again = max(0, streamed - KV) * (1 - hits)
-    return Traffic(round(Q + min(KV, streamed) + again), O + lse, Q + streamed + O + lse)
+    read = Q + min(streamed, KV * _reads_of_keys(task, problem, tiles, limits))
+    return Traffic(round(read), O + lse, Q + streamed + O + lse)
 
 
 def _tiled_backward_dq(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
     """As the forward, with dO beside Q, LSE and delta read, and dQ written."""
     Q, _, O, _, _, lse = _sizes(problem)
-    forward = _tiled_forward(problem, tiles, limits)
+    forward = _tiled_forward(problem, tiles, limits, "backward_dq")
     return forward + Traffic(O + 2 * lse, Q - O - lse, 2 * lse + Q - lse)
 
 
-def _tiled_backward_dkv(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
+def _tiled_backward_dkv(problem: Problem, tiles: TileConfig, limits: Limits, task: Task = "backward_dkv") -> Traffic:
     """Each block of keys reads its K and V once and every Q and dO that see it, and writes its dK and dV once."""
     Q, KV, O, _, _, lse = _sizes(problem)
     rows = Q + O + 2 * lse
     per_row = _row_bytes(problem) + 2 * _SUM_BYTES
     streamed = _heads(problem) * per_row * sum(queries for queries, _ in _keys_and_rows(problem, tiles.Br, tiles.Bc))
-    hits = hit_rate(_running_query_bytes(problem, tiles, limits, per_row), limits.l2_bytes)
-    again = max(0, streamed - rows) * (1 - hits)
-    return Traffic(round(KV + min(rows, streamed) + again), KV, 2 * KV + streamed)
+    read = KV + min(streamed, rows * _reads_of_queries(task, problem, tiles, limits))
+    return Traffic(round(read), KV, 2 * KV + streamed)
 
 
 def _tiled_backward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
     """The same, which also adds to a float32 sum of dQ per pair of tiles; a last kernel rounds the sums to dQ."""
     Q = _sizes(problem)[0]
-    d = tile_head_dims(problem.head_dim, problem.head_dim_v)[0]
-    sums = _heads(problem) * problem.seqlen_q * d * _SUM_BYTES
+    sums = _heads(problem) * problem.seqlen_q * _dq_row_bytes(problem)
     visited = sum(queries for queries, _ in _keys_and_rows(problem, tiles.Br, tiles.Bc))
-    added = _heads(problem) * visited * d * _SUM_BYTES
-    per_row = _row_bytes(problem) + 2 * _SUM_BYTES + d * _SUM_BYTES
-    hits = hit_rate(_running_query_bytes(problem, tiles, limits, per_row), limits.l2_bytes)
-    lost = max(0, added - sums) * (1 - hits)  # read from memory and written back
-    stored_first = tiles.family == "wgmma" and tiles.first_stores and max(problem.head_dim, problem.head_dim_v) <= 128
-    cleared = 0 if stored_first else sums  # written before, and read by the first addition
-    return _tiled_backward_dkv(problem, tiles, limits) + Traffic(
+    added = _heads(problem) * visited * _dq_row_bytes(problem)
+    reads = _reads_of_queries("backward", problem, tiles, limits)
+    lost = max(0, min(added, sums * reads) - sums)  # read from memory and written back
+    cleared = 0 if _first_stores(problem, tiles) else sums  # written before, and read by the first addition
+    return _tiled_backward_dkv(problem, tiles, limits, "backward") + Traffic(
         round(cleared + lost + sums), round(cleared + sums + lost) + Q, cleared + added + sums + Q
     )
+
+
+def _reads_of_keys(task: Task, problem: Problem, tiles: TileConfig, limits: Limits) -> float:
+    """How often K and V are read from memory."""
+    d, dv = problem.head_dim * problem.itemsize, problem.head_dim_v * problem.itemsize
+    read, written = (d, dv + _SUM_BYTES) if task == "forward" else (d + dv + 2 * _SUM_BYTES, d)
+    blocks = Blocks(
+        heads=problem.batch * problem.num_kv_heads,
+        per_head=problem.group * -(-problem.seqlen_q // tiles.Br),
+        at_a_time=limits.sm_count * resident_blocks(task, tiles, problem, limits),
+        in_step=not problem.is_masked,
+    )
+    touched = Touched(problem.seqlen_k * _row_bytes(problem), 0, tiles.Br * read, tiles.Br * written)
+    return reads_per_head(blocks, touched, limits)
+
+
+def _reads_of_queries(task: Task, problem: Problem, tiles: TileConfig, limits: Limits) -> float:
+    """How often Q, dO, LSE and delta are read from memory, and what of dQ is summed in place is read and written."""
+    rows, own = problem.group * problem.seqlen_q, tiles.Bc * _row_bytes(problem)
+    blocks = Blocks(
+        heads=problem.batch * problem.num_kv_heads,
+        per_head=-(-problem.seqlen_k // tiles.Bc),
+        at_a_time=limits.sm_count * resident_blocks(task, tiles, problem, limits),
+        # kSpread of kernels_cu/include/dq_halves.cuh: where the first to come stores, none begins with another.
+        in_step=not problem.is_masked and not (task == "backward" and _first_stores(problem, tiles)),
+    )
+    summed = _dq_row_bytes(problem) if task == "backward" else 0
+    touched = Touched(rows * (_row_bytes(problem) + 2 * _SUM_BYTES), rows * summed, own, own)
+    return reads_per_head(blocks, touched, limits)
+
+
+def _first_stores(problem: Problem, tiles: TileConfig) -> bool:
+    """Whether what comes first to a sum of dQ is stored, so that sums are not cleared before."""
+    return tiles.family == "wgmma" and not is_wide("backward", tiles) and (tiles.first_stores or problem.deterministic)
 
 
 def _rows(problem: Problem) -> Traffic:
@@ -209,7 +224,7 @@ def _v1_forward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic:
     dv = tile_head_dims(problem.head_dim, problem.head_dim_v)[1]
     Q = problem.head_dim * problem.itemsize
     blocks = _heads(problem)
-    moved = _keys_outside(problem, tiles, limits, blocks, read_only=Q, state=(dv + 2) * _SUM_BYTES)
+    moved = _keys_outside("forward", problem, tiles, limits, blocks, read_only=Q, state=(dv + 2) * _SUM_BYTES)
     # Heads of a group run at the same time, and read the same keys.
     return moved + Traffic(KV, O + lse, KV * problem.group + O + lse)
 
@@ -220,15 +235,15 @@ def _v1_backward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traffic
     The first visit reads no sums, and the last writes dQ in their place; dK and dV are written once.
     """
     Q, KV, *_ = _sizes(problem)
-    d = tile_head_dims(problem.head_dim, problem.head_dim_v)[0]
     read_only = _row_bytes(problem) + 2 * _SUM_BYTES
     blocks = problem.batch * problem.num_kv_heads
-    moved = _keys_outside(problem, tiles, limits, blocks, read_only=read_only, state=d * _SUM_BYTES)
+    state = _dq_row_bytes(problem)
+    moved = _keys_outside("backward", problem, tiles, limits, blocks, read_only=read_only, state=state)
     return _rows(problem) + moved + Traffic(KV, KV + Q, 2 * KV + Q)
 
 
 def _keys_outside(
-    problem: Problem, tiles: TileConfig, limits: Limits, blocks: int, read_only: int, state: int
+    task: Task, problem: Problem, tiles: TileConfig, limits: Limits, blocks: int, read_only: int, state: int
 ) -> Traffic:
     """What goes with the rows of queries where keys are outside.
 
@@ -244,12 +259,14 @@ def _keys_outside(
     taken_over = (visits - seen) * tiles.Br  # rows, padded to whole tiles as memory has them
     kept = min(taken_over, seen * tiles.Br)
 
-    running = min(blocks, limits.sm_count * tiles.blocks_per_sm) * heads // blocks  # heads
-    rows_between = sum(by_keys) / max(1, len(by_keys))
-    misses = 1 - hit_rate(running * rows_between * (read_only + state), limits.l2_bytes)
-    read = (rows + (read_rows - rows) * misses) * read_only + taken_over * misses * state
-    written = (kept + (taken_over - kept) * misses) * state
-    return Traffic(round(read), round(written), read_rows * read_only + 2 * taken_over * state)
+    at_a_time = limits.sm_count * resident_blocks(task, tiles, problem, limits)
+    running = min(blocks, at_a_time) * heads // blocks  # heads
+    rows_between = running * sum(by_keys) / max(1, len(by_keys))
+    if stays(rows_between * (read_only + state) * copies_for_one_reader(limits), limits.l2_bytes):
+        read, written = rows * read_only, kept * state
+    else:
+        read, written = read_rows * read_only + taken_over * state, taken_over * state
+    return Traffic(read, written, read_rows * read_only + 2 * taken_over * state)
 
 
 def _rows_and_keys(problem: Problem, Br: int, Bc: int) -> list[tuple[int, int]]:
@@ -288,22 +305,6 @@ def _covered(begin: int, end: int, tile: int, length: int) -> int:
     return min(length, -(-end // tile) * tile) - begin // tile * tile
 
 
-def _running_key_bytes(problem: Problem, tiles: TileConfig, limits: Limits) -> int:
-    """K and V of the heads whose blocks of queries run at a time."""
-    blocks_per_head = -(-problem.seqlen_q // tiles.Br)
-    heads = -(-limits.sm_count * tiles.blocks_per_sm // blocks_per_head)
-    kv_heads = min(-(-heads // problem.group), problem.batch * problem.num_kv_heads)
-    return kv_heads * problem.seqlen_k * _row_bytes(problem)
-
-
-def _running_query_bytes(problem: Problem, tiles: TileConfig, limits: Limits, per_row: int) -> int:
-    """What is streamed by the key/value heads whose blocks of keys run at a time."""
-    blocks_per_head = -(-problem.seqlen_k // tiles.Bc)
-    kv_heads = -(-limits.sm_count * tiles.blocks_per_sm // blocks_per_head)
-    kv_heads = min(kv_heads, problem.batch * problem.num_kv_heads)
-    return kv_heads * problem.group * problem.seqlen_q * per_row
-
-
 def _heads(problem: Problem) -> int:
     return problem.batch * problem.num_heads
 
@@ -311,6 +312,11 @@ def _heads(problem: Problem) -> int:
 def _row_bytes(problem: Problem) -> int:
     """Of a row of K and V, or of Q and dO."""
     return (problem.head_dim + problem.head_dim_v) * problem.itemsize
+
+
+def _dq_row_bytes(problem: Problem) -> int:
+    """Of a row of the float32 sums of dQ, which have the columns of tiles."""
+    return tile_head_dims(problem.head_dim, problem.head_dim_v)[0] * _SUM_BYTES
 
 
 def _sizes(problem: Problem) -> tuple[int, int, int, int, int, int]:

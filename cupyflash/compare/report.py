@@ -118,8 +118,9 @@ _BYTES = (
     "and the statistics of all rows per block of keys, of as many heads as there are multiprocessors, so that rows "
     "leave the cache before they are needed again: its traffic grows with N²d²/M, M being the shared memory of a "
     "block (the theorem gives all of it to tiles; kernels have less, and registers bind, too). V2 and V3 ask for K "
-    "and V once per block of queries, no less often, but the few heads that run at a time fit the cache, which serves"
-    " nearly all of it. Measured is <code>dram__bytes_read + dram__bytes_write</code> of Nsight Compute, with an "
+    "and V once per block of queries, no less often, but blocks that run at a time share what memory gives once: per "
+    "head, where the cache holds what such a wave of blocks touches, else per wave that a head has blocks in. Measured "
+    "is <code>dram__bytes_read + dram__bytes_write</code> of Nsight Compute, with an "
     "emptied cache before each kernel, and counted likewise; what a kernel leaves in the cache is written later and "
     "seen by no counter, so that arrays are made eight times as large as the cache."
 )
