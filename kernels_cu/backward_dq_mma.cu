@@ -20,13 +20,14 @@ static_assert(kM * 16 * kWarps == kBr, "each warp owns whole 16-row tiles");
 using ScoreTile = Accumulator<kM, kBc / 8>;
 
 struct SharedStorage {
+    struct Operands {
+        SharedTile<Element, kBr, kD> Q;
+        SharedTile<Element, kBr, kDv> dO;
+        SharedTile<Element, kBc, kD> K[kStages];
+        SharedTile<Element, kBc, kDv> V[kStages];
+    };
     union {
-        struct {
-            SharedTile<Element, kBr, kD> Q;
-            SharedTile<Element, kBr, kDv> dO;
-            SharedTile<Element, kBc, kD> K[kStages];
-            SharedTile<Element, kBc, kDv> V[kStages];
-        };
+        Operands in;
         SharedTile<Element, kBr, kD> dQ;
     };
 };
@@ -61,13 +62,13 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     const Range tiles = band.key_tiles(queries);
 
     auto load_keys = [&](i32 j, u32 stage) {
-        load_tile<kHeadDim>(shared.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
-        load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDim>(shared.in.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDimV>(shared.in.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
-    load_tile<kHeadDim>(shared.Q, params.q + batch * params.q_batch_stride + head * params.q_head_stride,
+    load_tile<kHeadDim>(shared.in.Q, params.q + batch * params.q_batch_stride + head * params.q_head_stride,
                         params.q_row_stride, queries.first, params.seqlen_q);
-    load_tile<kHeadDimV>(shared.dO, params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride,
+    load_tile<kHeadDimV>(shared.in.dO, params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride,
                          params.dout_row_stride, queries.first, params.seqlen_q);
     copy_async_commit();
     if (!tiles.empty())
@@ -104,10 +105,10 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         ScoreTile S, dP;
         S.clear();
         dP.clear();
-        warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.Q, warp_row),
-                                                         ColumnMajorB(shared.K[stage], 0));
-        warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.dO, warp_row),
-                                                          ColumnMajorB(shared.V[stage], 0));
+        warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.in.Q, warp_row),
+                                                         ColumnMajorB(shared.in.K[stage], 0));
+        warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.in.dO, warp_row),
+                                                          ColumnMajorB(shared.in.V[stage], 0));
         if (fused)
             differentiate<true>(S, dP, score, lse, delta);
         else
@@ -133,7 +134,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
                 }
         }
         if (kBand && careful && masked)
-            clear_nonfinite(shared.K[stage]);
+            clear_nonfinite(shared.in.K[stage]);
 
         bool shrink = false;
         if constexpr (kMayOverflow) {
@@ -145,7 +146,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
             }
         }
         warp_gemm<Element, kBc / kStepK<Element>, kPlain>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
-                                                          RowMajorB<Element, true, 1, kBc, kD>(shared.K[stage], 0));
+                                                          RowMajorB<Element, true, 1, kBc, kD>(shared.in.K[stage], 0));
         if (shrink)
             dQ.multiply(1.0f / kShrinkFactor);
         if (kStages == 1 && j > tiles.first) {

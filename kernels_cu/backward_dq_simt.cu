@@ -23,14 +23,15 @@ using ScoreTile = ThreadTile<kWarpRows, kBc, lanes_over_rows(kWarpRows, kBc), 1>
 using GradientQ = ThreadTile<kWarpRows, kD, lanes_over_rows(kWarpRows, kD), 4>;
 
 struct SharedStorage {
+    struct Operands {
+        RowTile<Element, kBr, kD, ReadBy::kTwoRows> Q;
+        RowTile<Element, kBr, kDv, ReadBy::kTwoRows> dO;
+        RowTile<Element, kBc, kD, ReadBy::kEightRows> K[kStages];
+        RowTile<Element, kBc, kDv, ReadBy::kEightRows> V[kStages];
+        RowTile<float, kBr, kBc, ReadBy::kTwoRows> dS;
+    };
     union {
-        struct {
-            RowTile<Element, kBr, kD, ReadBy::kTwoRows> Q;
-            RowTile<Element, kBr, kDv, ReadBy::kTwoRows> dO;
-            RowTile<Element, kBc, kD, ReadBy::kEightRows> K[kStages];
-            RowTile<Element, kBc, kDv, ReadBy::kEightRows> V[kStages];
-            RowTile<float, kBr, kBc, ReadBy::kTwoRows> dS;
-        };
+        Operands in;
         RowTile<Element, kBr, kD, ReadBy::kOneRow> dQ;
     };
 };
@@ -75,16 +76,16 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     const Range tiles = band.key_tiles(work.queries);
 
     auto load_K = [&](const Element* k, i32 j, u32 stage) {
-        load_tile<kHeadDim>(shared.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDim>(shared.in.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
     auto load_V = [&](const Element* v, i32 j, u32 stage) {
-        load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDimV>(shared.in.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
-    load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
+    load_tile<kHeadDim>(shared.in.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
                         params.q_row_stride, work.queries.first, params.seqlen_q);
-    load_tile<kHeadDimV>(shared.dO,
+    load_tile<kHeadDimV>(shared.in.dO,
                          params.dout + work.batch * params.dout_batch_stride + work.head * params.dout_head_stride,
                          params.dout_row_stride, work.queries.first, params.seqlen_q);
     copy_async_commit();
@@ -135,7 +136,7 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         };
         auto clean = [&] {
             if (kBand && careful && !band.all_visible(work.queries, keys))
-                clear_nonfinite(shared.K[stage]);
+                clear_nonfinite(shared.in.K[stage]);
         };
         if (kBand && !band.any_visible(rows, keys)) {
             between_products();  // near the diagonal some warps have rows that see none of the tile's keys
@@ -143,10 +144,10 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         } else {
             ScoreTile S, dP;
             dP.clear();
-            add_product_transposed(dP, shared.dO, warp_row, shared.V[stage]);  // dP = dO V_j^T
+            add_product_transposed(dP, shared.in.dO, warp_row, shared.in.V[stage]);  // dP = dO V_j^T
             between_products();
             S.clear();
-            add_product_transposed(S, shared.Q, warp_row, shared.K[stage]);  // S = Q K_j^T
+            add_product_transposed(S, shared.in.Q, warp_row, shared.in.K[stage]);  // S = Q K_j^T
             if (fused)
                 differentiate<true>(S, dP, score, lse, delta);
             else
@@ -154,9 +155,9 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
             if (!band.all_visible(rows, keys))
                 hide(dP, band, rows.first, first_key);
             clean();
-            store_result(shared.dS, dP, warp_row);
-            warp_sync();                                            // the warp's rows of dS are complete
-            add_product(dQ, shared.dS, warp_row, shared.K[stage]);  // dQ += dS K_j
+            store_result(shared.in.dS, dP, warp_row);
+            warp_sync();                                                  // the warp's rows of dS are complete
+            add_product(dQ, shared.in.dS, warp_row, shared.in.K[stage]);  // dQ += dS K_j
         }
         stage ^= kStages - 1;
     }

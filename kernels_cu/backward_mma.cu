@@ -42,20 +42,22 @@ struct Work {
 };
 
 struct SharedStorage {
+    struct Operands {
+        SharedTile<Element, kBc, kD> K;
+        SharedTile<Element, kBc, kDv> V;
+        SharedTile<Element, kBr, kD> Q[kStages];
+        SharedTile<Element, kBr, kDv> dO[kStages];
+        WeightTile weights[kInRegisters ? 1 : 2];  // dS^T, and P^T if it is exchanged between warps
+        alignas(16) float lse[kStages][kBr];
+        float delta[kStages][kBr];
+    };
+    struct Gradients {
+        SharedTile<Element, kBc, kD> dK;
+        SharedTile<Element, kBc, kDv> dV;
+    };
     union {
-        struct {
-            SharedTile<Element, kBc, kD> K;
-            SharedTile<Element, kBc, kDv> V;
-            SharedTile<Element, kBr, kD> Q[kStages];
-            SharedTile<Element, kBr, kDv> dO[kStages];
-            WeightTile weights[kInRegisters ? 1 : 2];  // dS^T, and P^T if it is exchanged between warps
-            alignas(16) float lse[kStages][kBr];
-            float delta[kStages][kBr];
-        };
-        struct {
-            SharedTile<Element, kBc, kD> dK;
-            SharedTile<Element, kBc, kDv> dV;
-        };
+        Operands in;
+        Gradients out;
     };
     // Kept here while registers are short:
     Work work;
@@ -68,7 +70,7 @@ DEVICE void restore(const BackwardParams& params, SharedStorage& shared, const W
     const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
 #pragma unroll 1
     for (i32 head = work.kv_head * params.group; head < (work.kv_head + 1) * params.group; ++head) {
-        restore_key_gradients(params, shared.dK, shared.dV, work.batch, head, work.keys, band);
+        restore_key_gradients(params, shared.out.dK, shared.out.dV, work.batch, head, work.keys, band);
         if constexpr (kSumDq) {
 #pragma unroll 1
             for (i32 key = work.keys.first; key < work.keys.end; ++key)
@@ -93,8 +95,8 @@ KERNEL(kThreads, 1) void backward_rows(PARAMS(BackwardParams) params) {
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) params) {
     SharedStorage& shared = shared_storage<SharedStorage>();
-    WeightTile& shared_dS = shared.weights[0];
-    WeightTile& shared_P = shared.weights[kInRegisters ? 0 : 1];
+    WeightTile& shared_dS = shared.in.weights[0];
+    WeightTile& shared_P = shared.in.weights[kInRegisters ? 0 : 1];
     const Work work(params);
     if (thread_index() == 0)
         shared.work = work;
@@ -104,18 +106,18 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
 
     auto load_K = [&](const Work& of) {
         const Element* k = params.k + of.batch * params.k_batch_stride + of.kv_head * params.k_head_stride;
-        load_tile<kHeadDim>(shared.K, k, params.k_row_stride, of.keys.first, params.seqlen_k);
+        load_tile<kHeadDim>(shared.in.K, k, params.k_row_stride, of.keys.first, params.seqlen_k);
     };
     const Element* v = params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride;
     const Element* q = params.q + work.batch * params.q_batch_stride;
     const Element* dout = params.dout + work.batch * params.dout_batch_stride;
     auto load_queries = [&](i32 head, i32 tile, u32 stage) {
         const i32 first = tile * static_cast<i32>(kBr);
-        load_tile<kHeadDim>(shared.Q[stage], q + head * params.q_head_stride, params.q_row_stride, first,
+        load_tile<kHeadDim>(shared.in.Q[stage], q + head * params.q_head_stride, params.q_row_stride, first,
                             params.seqlen_q);
-        load_tile<kHeadDimV>(shared.dO[stage], dout + head * params.dout_head_stride, params.dout_row_stride, first,
+        load_tile<kHeadDimV>(shared.in.dO[stage], dout + head * params.dout_head_stride, params.dout_row_stride, first,
                              params.seqlen_q);
-        load_rows(params, shared.lse[stage], shared.delta[stage], work.batch, head, first);
+        load_rows(params, shared.in.lse[stage], shared.in.delta[stage], work.batch, head, first);
         copy_async_commit();
     };
 
@@ -130,7 +132,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     dK.clear();
     dV.clear();
     load_K(work);
-    load_tile<kHeadDimV>(shared.V, v, params.v_row_stride, work.keys.first, params.seqlen_k);
+    load_tile<kHeadDimV>(shared.in.V, v, params.v_row_stride, work.keys.first, params.seqlen_k);
     i32 head = work.kv_head * params.group, tile = tiles.first;
     const i32 end_head = tiles.empty() ? head : head + params.group;
     copy_async_commit();
@@ -139,7 +141,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     if constexpr (kBand) {
         copy_async_wait<0>();
         block_sync();
-        const bool nonfinite = has_nonfinite(shared.K);
+        const bool nonfinite = has_nonfinite(shared.in.K);
         if (thread_index() == 0) {
             shared.key_nonfinite = nonfinite;
             shared.cleaned = false;
@@ -174,11 +176,11 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                 // Of split float32 also pairs that do not see each other are looked at.
                 if (kBoundary && !kSplit && !band.any_visible(score_queries, score_keys))
                     return;
-                warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.K, score_key),
-                                                                 ColumnMajorB(shared.Q[stage], score_query));
-                warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.V, score_key),
-                                                                  ColumnMajorB(shared.dO[stage], score_query));
-                differentiate(S, dP, score, shared.lse[stage] + score_query, shared.delta[stage] + score_query);
+                warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.in.K, score_key),
+                                                                 ColumnMajorB(shared.in.Q[stage], score_query));
+                warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.in.V, score_key),
+                                                                  ColumnMajorB(shared.in.dO[stage], score_query));
+                differentiate(S, dP, score, shared.in.lse[stage] + score_query, shared.in.delta[stage] + score_query);
                 if constexpr (kSplit && !kPlain)
                     unsplittable = !dP.all_finite();
                 if (kBoundary && (!band.all_visible(score_queries, score_keys) || score_queries.end > params.seqlen_q))
@@ -190,7 +192,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             const bool masked = kBand && kBoundary && (kPeel || !band.all_visible(queries, keys));
             if (masked) {  // a query with NaN or infinity in its q or dO has such an LSE or delta
                 for (u32 n = thread_index(); n < kBr; n += kThreads)
-                    hidden_nonfinite |= !is_finite(shared.lse[stage][n]) || !is_finite(shared.delta[stage][n]);
+                    hidden_nonfinite |= !is_finite(shared.in.lse[stage][n]) || !is_finite(shared.in.delta[stage][n]);
                 hidden_nonfinite |= shared.key_nonfinite;
             }
 
@@ -223,9 +225,9 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                         block_sync();
                     }
                     if (careful) {
-                        clear_nonfinite(shared.dO[stage]);
-                        clear_nonfinite(shared.Q[stage]);
-                        clear_nonfinite(shared.K);
+                        clear_nonfinite(shared.in.dO[stage]);
+                        clear_nonfinite(shared.in.Q[stage]);
+                        clear_nonfinite(shared.in.K);
                     }
                 }
             } else if (kSumDq || !kInRegisters) {
@@ -234,8 +236,8 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
 
             auto accumulate_dK_dV = [&](auto plain_products) {
                 constexpr bool kPlain = decltype(plain_products)::value;
-                const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.dO[stage], grad_col);
-                const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.Q[stage], grad_col);
+                const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.in.dO[stage], grad_col);
+                const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.in.Q[stage], grad_col);
                 if (!kBoundary || band.any_visible(queries, keys.part(opaque(grad_key), 16 * kGradM))) {
                     if constexpr (kInRegisters) {
                         warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dV, RegisterA<Element, kScoreM, kScoreN>(S),
@@ -258,7 +260,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                 dQ.clear();
                 warp_gemm<Element, kBc / kStepK<Element>, kPlain>(
                     dQ, TransposedA(shared_dS, dq_first_row()),
-                    RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.K, dq_first_col()));
+                    RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.in.K, dq_first_col()));
                 if (shrink)
                     dQ.multiply(1.0f / kShrinkFactor);
                 const i32 batch = kSplit ? static_cast<i32>(opaque(work.batch)) : work.batch;  // a register less
@@ -301,15 +303,17 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
     dK.multiply(params.scale);
     // Found anew: registers are short in the loop.
     const u32 own = warp_index(), own_key = own / kWarpsGradD * (16 * kGradM), own_col = own % kWarpsGradD * 16;
-    store_accumulator(shared.dK, dK, own_key, own_col);
-    store_accumulator(shared.dV, dV, own_key, own_col);
+    store_accumulator(shared.out.dK, dK, own_key, own_col);
+    store_accumulator(shared.out.dV, dV, own_key, own_col);
     block_sync();
     const Work at = shared.work;
     if (kBand && shared.cleaned)
         restore(params, shared, at, band);
-    store_tile<kHeadDim>(shared.dK, params.dk + at.batch * params.dk_batch_stride + at.kv_head * params.dk_head_stride,
+    store_tile<kHeadDim>(shared.out.dK,
+                         params.dk + at.batch * params.dk_batch_stride + at.kv_head * params.dk_head_stride,
                          params.dk_row_stride, at.keys.first, params.seqlen_k);
-    store_tile<kHeadDimV>(shared.dV, params.dv + at.batch * params.dv_batch_stride + at.kv_head * params.dv_head_stride,
+    store_tile<kHeadDimV>(shared.out.dV,
+                          params.dv + at.batch * params.dv_batch_stride + at.kv_head * params.dv_head_stride,
                           params.dv_row_stride, at.keys.first, params.seqlen_k);
 }
 

@@ -58,20 +58,22 @@ struct Work {
 };
 
 struct SharedStorage {
+    struct Operands {
+        RowTile<Element, kBc, kD, ReadBy::kTwoRows> K;
+        RowTile<Element, kBc, kDv, ReadBy::kTwoRows> V;
+        RowTile<Element, kBr, kD, ReadBy::kEightRows> Q[kStages];
+        RowTile<Element, kBr, kDv, ReadBy::kEightRows> dO[kStages];
+        RowTile<float, kBc, kBr, ReadBy::kTwoRows> weights;  // P^T, then dS^T
+        float lse[kStages][kBr];
+        float delta[kStages][kBr];
+    };
+    struct Gradients {
+        RowTile<Element, kBc, kD, ReadBy::kOneRow> dK;
+        RowTile<Element, kBc, kDv, ReadBy::kOneRow> dV;
+    };
     union {
-        struct {
-            RowTile<Element, kBc, kD, ReadBy::kTwoRows> K;
-            RowTile<Element, kBc, kDv, ReadBy::kTwoRows> V;
-            RowTile<Element, kBr, kD, ReadBy::kEightRows> Q[kStages];
-            RowTile<Element, kBr, kDv, ReadBy::kEightRows> dO[kStages];
-            RowTile<float, kBc, kBr, ReadBy::kTwoRows> weights;  // P^T, then dS^T
-            float lse[kStages][kBr];
-            float delta[kStages][kBr];
-        };
-        struct {
-            RowTile<Element, kBc, kD, ReadBy::kOneRow> dK;
-            RowTile<Element, kBc, kDv, ReadBy::kOneRow> dV;
-        };
+        Operands in;
+        Gradients out;
     };
 };
 
@@ -193,20 +195,20 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
 
     // Heads are counted within the group.
     auto load_Q = [&](i32 head, i32 tile, u32 stage) {
-        load_tile<kHeadDim>(shared.Q[stage], work.q + head * params.q_head_stride, params.q_row_stride,
+        load_tile<kHeadDim>(shared.in.Q[stage], work.q + head * params.q_head_stride, params.q_row_stride,
                             tile * static_cast<i32>(kBr), params.seqlen_q);
         copy_async_commit();
     };
     auto load_dO = [&](i32 head, i32 tile, u32 stage) {
         const i32 first = tile * static_cast<i32>(kBr);
-        load_tile<kHeadDimV>(shared.dO[stage], work.dout + head * params.dout_head_stride, params.dout_row_stride,
+        load_tile<kHeadDimV>(shared.in.dO[stage], work.dout + head * params.dout_head_stride, params.dout_row_stride,
                              first, params.seqlen_q);
         const i32 heads_before = work.batch * params.num_heads + work.kv_head * params.group + head;
         const i64 row = static_cast<i64>(heads_before) * params.seqlen_q + first;
         for (u32 n = thread_index(); n < kBr; n += kThreads) {
             const bool valid = first + static_cast<i32>(n) < params.seqlen_q;
-            copy_async<4>(&shared.lse[stage][n], params.lse + (valid ? row + n : 0), valid);
-            copy_async<4>(&shared.delta[stage][n], params.delta + (valid ? row + n : 0), valid);
+            copy_async<4>(&shared.in.lse[stage][n], params.lse + (valid ? row + n : 0), valid);
+            copy_async<4>(&shared.in.delta[stage][n], params.delta + (valid ? row + n : 0), valid);
         }
         copy_async_commit();
     };
@@ -220,8 +222,9 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
     dK.clear();
     dV.clear();
     const Element* k = params.k + work.batch * params.k_batch_stride + work.kv_head * params.k_head_stride;
-    load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
-    load_tile<kHeadDimV>(shared.V, params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride,
+    load_tile<kHeadDim>(shared.in.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+    load_tile<kHeadDimV>(shared.in.V,
+                         params.v + work.batch * params.v_batch_stride + work.kv_head * params.v_head_stride,
                          params.v_row_stride, work.keys.first, params.seqlen_k);
     copy_async_commit();
     i32 head = 0, tile = tiles.first;
@@ -234,7 +237,7 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
     if (kSumDq && kBand && !careful) {
         copy_async_wait<0>();
         block_sync();
-        key_nonfinite = has_nonfinite(shared.K);
+        key_nonfinite = has_nonfinite(shared.in.K);
     }
 
     u32 stage = 0;
@@ -261,8 +264,8 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
         };
         auto before_dV = [&] {
             if (kBand && careful && !band.all_visible(queries, block_keys)) {
-                clear_nonfinite(shared.dO[stage]);
-                clear_nonfinite(shared.Q[stage]);
+                clear_nonfinite(shared.in.dO[stage]);
+                clear_nonfinite(shared.in.Q[stage]);
             }
         };
         auto after_dV = [&] {
@@ -287,18 +290,18 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
             if (kSumDq) {
                 ScoreTile zero;
                 zero.clear();
-                store_result(shared.weights, zero, opaque(warp_key));
+                store_result(shared.in.weights, zero, opaque(warp_key));
             }
             dS_stored();
         } else {
             ScoreTile S, dP;
             dP.clear();
-            add_product_transposed(dP, shared.V, opaque(warp_key), shared.dO[stage]);  // dP^T = V dO^T
+            add_product_transposed(dP, shared.in.V, opaque(warp_key), shared.in.dO[stage]);  // dP^T = V dO^T
             after_dP();
             S.clear();
-            add_product_transposed(S, shared.K, opaque(warp_key), shared.Q[stage]);  // S^T = K Q^T
-            const float* lse = shared.lse[stage];
-            const float* delta = shared.delta[stage];
+            add_product_transposed(S, shared.in.K, opaque(warp_key), shared.in.Q[stage]);  // S^T = K Q^T
+            const float* lse = shared.in.lse[stage];
+            const float* delta = shared.in.delta[stage];
             bool fused = true;
 #pragma unroll
             for (u32 n = 0; n < ScoreTile::kN; ++n)
@@ -310,13 +313,13 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
             if (!band.all_visible(queries, keys) || queries.end > params.seqlen_q)
                 hide(S, dP, band, first_query, keys.first);
             before_dV();
-            store_result(shared.weights, S, opaque(warp_key));
-            warp_sync();                                                          // the warp's rows of P^T are complete
-            add_product(dV, shared.weights, opaque(warp_key), shared.dO[stage]);  // dV += P^T dO
+            store_result(shared.in.weights, S, opaque(warp_key));
+            warp_sync();  // the warp's rows of P^T are complete
+            add_product(dV, shared.in.weights, opaque(warp_key), shared.in.dO[stage]);  // dV += P^T dO
             after_dV();
-            store_result(shared.weights, dP, opaque(warp_key));
+            store_result(shared.in.weights, dP, opaque(warp_key));
             dS_stored();
-            add_product(dK, shared.weights, opaque(warp_key), shared.Q[stage]);  // dK += dS^T Q
+            add_product(dK, shared.in.weights, opaque(warp_key), shared.in.Q[stage]);  // dK += dS^T Q
         }
         if (kSumDq && !careful) {
             // This warp's part, not kept: registers are short.
@@ -324,11 +327,11 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
                       dq_col = warp % kWarpsDqD * kDqCols;
             const bool clean = kBand && key_nonfinite && !band.all_visible(queries, block_keys);
             if (clean)
-                clear_nonfinite(shared.K);
+                clear_nonfinite(shared.in.K);
             if (!kBand || band.any_visible(queries.part(dq_row, kDqRows), block_keys)) {
                 GradientQ dQ;
                 dQ.clear();
-                add_product_of_columns(dQ, shared.weights, dq_row, shared.K, dq_col);  // dQ += dS K
+                add_product_of_columns(dQ, shared.in.weights, dq_row, shared.in.K, dq_col);  // dQ += dS K
                 dQ.multiply(params.scale);
                 const i32 first_row = first_query + static_cast<i32>(dq_row);
                 add_to_dq(
@@ -337,7 +340,7 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
             }
             if (clean) {
                 block_sync();  // K, cleaned above, is read no more: fetch it as it was
-                load_tile<kHeadDim>(shared.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
+                load_tile<kHeadDim>(shared.in.K, k, params.k_row_stride, work.keys.first, params.seqlen_k);
                 copy_async_commit();
             }
         }
@@ -352,22 +355,24 @@ DEVICE bool differentiate_keys(const BackwardParams& params, bool careful) {
     const Work at(params);  // computed again: registers are short in the loop above
     dK.multiply(params.scale);
     const bool nonfinite = kBand && block_any(!dK.all_finite() || !dV.all_finite());
-    store_result(shared.dK, dK, warp_key);
-    store_result(shared.dV, dV, warp_key);
+    store_result(shared.out.dK, dK, warp_key);
+    store_result(shared.out.dV, dV, warp_key);
     if (kBand && careful) {
         auto keys_of = [&](i32 query) { return band.keys_of(query).from(at.keys.first); };
 #pragma unroll 1
         for (i32 h = 0; h < params.group; ++h) {
-            restore_nonfinite<kHeadDim, true>(shared.dK, at.q + h * params.q_head_stride, params.q_row_stride,
+            restore_nonfinite<kHeadDim, true>(shared.out.dK, at.q + h * params.q_head_stride, params.q_row_stride,
                                               {0, params.seqlen_q}, keys_of);
-            restore_nonfinite<kHeadDimV>(shared.dV, at.dout + h * params.dout_head_stride, params.dout_row_stride,
+            restore_nonfinite<kHeadDimV>(shared.out.dV, at.dout + h * params.dout_head_stride, params.dout_row_stride,
                                          {0, params.seqlen_q}, keys_of);
         }
     }
     block_sync();
-    store_tile<kHeadDim>(shared.dK, params.dk + at.batch * params.dk_batch_stride + at.kv_head * params.dk_head_stride,
+    store_tile<kHeadDim>(shared.out.dK,
+                         params.dk + at.batch * params.dk_batch_stride + at.kv_head * params.dk_head_stride,
                          params.dk_row_stride, at.keys.first, params.seqlen_k);
-    store_tile<kHeadDimV>(shared.dV, params.dv + at.batch * params.dv_batch_stride + at.kv_head * params.dv_head_stride,
+    store_tile<kHeadDimV>(shared.out.dV,
+                          params.dv + at.batch * params.dv_batch_stride + at.kv_head * params.dv_head_stride,
                           params.dv_row_stride, at.keys.first, params.seqlen_k);
     return !nonfinite;
 }

@@ -24,20 +24,22 @@
 constexpr bool kReadEarly = kD <= 64 && sizeof(Element) == 2;
 
 struct SharedStorage {
+    struct Operands {
+        SharedTile<Element, kBc, kD> K;
+        SharedTile<Element, kBc, kDv> V;
+        SharedTile<Element, kBr, kD> Q[kStages];  // and dQ, on its way out
+        SharedTile<Element, kBr, kDv> dO[kStages];
+        WeightTile P, dS;  // transposed
+        alignas(16) float lse[kStages][kBr];
+        float delta[kStages][kBr];
+    };
+    struct Gradients {
+        SharedTile<Element, kBc, kD> dK;
+        SharedTile<Element, kBc, kDv> dV;
+    };
     union {
-        struct {
-            SharedTile<Element, kBc, kD> K;
-            SharedTile<Element, kBc, kDv> V;
-            SharedTile<Element, kBr, kD> Q[kStages];  // and dQ, on its way out
-            SharedTile<Element, kBr, kDv> dO[kStages];
-            WeightTile P, dS;  // transposed
-            alignas(16) float lse[kStages][kBr];
-            float delta[kStages][kBr];
-        };
-        struct {
-            SharedTile<Element, kBc, kD> dK;
-            SharedTile<Element, kBc, kDv> dV;
-        };
+        Operands in;
+        Gradients out;
     };
     // Kept here while registers are short:
     bool nonfinite_key;   // of the tile: it has a NaN or infinity, to be kept out of dQ of queries that do not see it
@@ -113,18 +115,19 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
     const Score score = Score::of(params);
     auto load_K = [&](i32 first_key) {
         const Owned own(params);
-        load_tile<kHeadDim>(shared.K, params.k + own.batch * params.k_batch_stride + own.kv_head * params.k_head_stride,
+        load_tile<kHeadDim>(shared.in.K,
+                            params.k + own.batch * params.k_batch_stride + own.kv_head * params.k_head_stride,
                             params.k_row_stride, first_key, params.seqlen_k);
         copy_async_commit();
     };
     auto load_queries = [&](i32 head, i32 tile, u32 stage) {
         const i32 first = tile * static_cast<i32>(kBr), batch = Owned(params).batch;
-        load_tile<kHeadDim>(shared.Q[stage], params.q + batch * params.q_batch_stride + head * params.q_head_stride,
+        load_tile<kHeadDim>(shared.in.Q[stage], params.q + batch * params.q_batch_stride + head * params.q_head_stride,
                             params.q_row_stride, first, params.seqlen_q);
-        load_tile<kHeadDimV>(shared.dO[stage],
+        load_tile<kHeadDimV>(shared.in.dO[stage],
                              params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride,
                              params.dout_row_stride, first, params.seqlen_q);
-        load_rows(params, shared.lse[stage], shared.delta[stage], batch, head, first);
+        load_rows(params, shared.in.lse[stage], shared.in.delta[stage], batch, head, first);
         copy_async_commit();
     };
 
@@ -145,7 +148,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
 
         // A thread overwrites what it has stored itself of the last keys' dK and dV: that needs no barrier.
         const Owned own(params);
-        load_tile<kHeadDimV>(shared.V,
+        load_tile<kHeadDimV>(shared.in.V,
                              params.v + own.batch * params.v_batch_stride + own.kv_head * params.v_head_stride,
                              params.v_row_stride, first_key, params.seqlen_k);
         load_K(first_key);
@@ -156,7 +159,7 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
         if constexpr (kBand) {
             copy_async_wait<0>();
             block_sync();
-            const bool nonfinite = has_nonfinite(shared.K);
+            const bool nonfinite = has_nonfinite(shared.in.K);
             if (thread_index() == 0) {
                 shared.nonfinite_key = nonfinite;
                 shared.nonfinite_keys = nonfinite || (j > 0 && shared.nonfinite_keys);
@@ -189,11 +192,11 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
                 ScoreTile S, dP;
                 S.clear();
                 dP.clear();
-                warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.K, score_key),
-                                                         ColumnMajorB(shared.Q[stage], score_query));
-                warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.V, score_key),
-                                                          ColumnMajorB(shared.dO[stage], score_query));
-                differentiate(S, dP, score, shared.lse[stage] + score_query, shared.delta[stage] + score_query);
+                warp_gemm<Element, kD / kStepK<Element>>(S, RowMajorA(shared.in.K, score_key),
+                                                         ColumnMajorB(shared.in.Q[stage], score_query));
+                warp_gemm<Element, kDv / kStepK<Element>>(dP, RowMajorA(shared.in.V, score_key),
+                                                          ColumnMajorB(shared.in.dO[stage], score_query));
+                differentiate(S, dP, score, shared.in.lse[stage] + score_query, shared.in.delta[stage] + score_query);
                 if (!band.all_visible(score_queries, score_keys) || score_queries.end > params.seqlen_q)
                     hide(S, dP, band, score_queries.first, score_keys.first);
                 if constexpr (kMayOverflow)
@@ -202,24 +205,25 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
                     hidden_nonfinite = shared.nonfinite_key;
                     // A query with NaN or infinity in its q or dO has such an LSE or delta.
                     for (u32 n = thread_index(); n < kBr; n += kThreads)
-                        hidden_nonfinite |= !is_finite(shared.lse[stage][n]) || !is_finite(shared.delta[stage][n]);
+                        hidden_nonfinite |=
+                            !is_finite(shared.in.lse[stage][n]) || !is_finite(shared.in.delta[stage][n]);
                 }
-                store_accumulator(shared.P, S, score_key, score_query);
-                store_accumulator(shared.dS, dP, score_key, score_query);
+                store_accumulator(shared.in.P, S, score_key, score_query);
+                store_accumulator(shared.in.dS, dP, score_key, score_query);
                 // Behind the barrier P and dS are complete, and rare trouble is known to all.
                 if (block_any(hidden_nonfinite || too_large)) {
                     careful = block_any(hidden_nonfinite);
                     shrink = block_any(too_large);
                     if (shrink) {
                         dP.multiply(kShrinkFactor);
-                        store_accumulator(shared.dS, dP, score_key, score_query);
+                        store_accumulator(shared.in.dS, dP, score_key, score_query);
                         block_sync();
                     }
                     if (careful) {
                         shared.cleaned = true;
-                        clear_nonfinite(shared.dO[stage]);
-                        clear_nonfinite(shared.Q[stage]);
-                        clear_nonfinite(shared.K);
+                        clear_nonfinite(shared.in.dO[stage]);
+                        clear_nonfinite(shared.in.Q[stage]);
+                        clear_nonfinite(shared.in.K);
                     }
                 }
             }
@@ -234,20 +238,20 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
             if constexpr (kReadEarly)
                 start_dQ();  // arrives under the products of dV and dK
             warp_gemm<Element, kBr / kStepK<Element>>(
-                dV, RowMajorA(shared.P, grad_key),
-                RowMajorB<Element, false, kWarpsGradD, kBr, kDv>(shared.dO[stage], grad_col));
+                dV, RowMajorA(shared.in.P, grad_key),
+                RowMajorB<Element, false, kWarpsGradD, kBr, kDv>(shared.in.dO[stage], grad_col));
             if (shrink)
                 dK.multiply(kShrinkFactor);
             warp_gemm<Element, kBr / kStepK<Element>>(
-                dK, RowMajorA(shared.dS, grad_key),
-                RowMajorB<Element, false, kWarpsGradD, kBr, kD>(shared.Q[stage], grad_col));
+                dK, RowMajorA(shared.in.dS, grad_key),
+                RowMajorB<Element, false, kWarpsGradD, kBr, kD>(shared.in.Q[stage], grad_col));
             if constexpr (!kReadEarly)
                 start_dQ();
             if (shrink)
                 dQ.multiply(kShrinkFactor);
             warp_gemm<Element, kBc / kStepK<Element>>(
-                dQ, TransposedA(shared.dS, dq_first_row()),
-                RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.K, dq_first_col()));
+                dQ, TransposedA(shared.in.dS, dq_first_row()),
+                RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.in.K, dq_first_col()));
             if (shrink) {
                 dK.multiply(1.0f / kShrinkFactor);
                 dQ.multiply(1.0f / kShrinkFactor);
@@ -259,15 +263,15 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
                 dQ.multiply(params.scale);
                 block_sync();  // nobody reads Q any more: dQ leaves through its space
                 const Owned own(params);
-                store_accumulator(shared.Q[stage], dQ, dq_first_row(), dq_first_col());
+                store_accumulator(shared.in.Q[stage], dQ, dq_first_row(), dq_first_col());
                 if (kBand && shared.nonfinite_keys)
                     restore_nonfinite<kHeadDim, true>(
-                        shared.Q[stage],
+                        shared.in.Q[stage],
                         params.k + own.batch * params.k_batch_stride + own.kv_head * params.k_head_stride,
                         params.k_row_stride, {0, params.seqlen_k},
                         [&](i32 key) { return band.queries_of(key).from(first_query); });
                 block_sync();
-                store_tile<kHeadDim>(shared.Q[stage], dq_of(params, head), params.dq_row_stride, first_query,
+                store_tile<kHeadDim>(shared.in.Q[stage], dq_of(params, head), params.dq_row_stride, first_query,
                                      params.seqlen_q);
             }
             if (kBand && careful) {
@@ -285,18 +289,18 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
         copy_async_wait<0>();
         block_sync();  // nobody reads the tiles any more: dK and dV leave through their space
         dK.multiply(params.scale);
-        store_accumulator(shared.dK, dK, grad_key, grad_col);
-        store_accumulator(shared.dV, dV, grad_key, grad_col);
+        store_accumulator(shared.out.dK, dK, grad_key, grad_col);
+        store_accumulator(shared.out.dV, dV, grad_key, grad_col);
         block_sync();
         const Owned at(params);
         if (kBand && shared.cleaned)
 #pragma unroll 1
             for (i32 of = at.kv_head * params.group; of < (at.kv_head + 1) * params.group; ++of)
-                restore_key_gradients(params, shared.dK, shared.dV, at.batch, of, keys, band);
-        store_tile<kHeadDim>(shared.dK,
+                restore_key_gradients(params, shared.out.dK, shared.out.dV, at.batch, of, keys, band);
+        store_tile<kHeadDim>(shared.out.dK,
                              params.dk + at.batch * params.dk_batch_stride + at.kv_head * params.dk_head_stride,
                              params.dk_row_stride, first_key, params.seqlen_k);
-        store_tile<kHeadDimV>(shared.dV,
+        store_tile<kHeadDimV>(shared.out.dV,
                               params.dv + at.batch * params.dv_batch_stride + at.kv_head * params.dv_head_stride,
                               params.dv_row_stride, first_key, params.seqlen_k);
     }

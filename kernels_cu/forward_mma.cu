@@ -18,12 +18,13 @@ constexpr u32 kM = kBr / (16 * kWarps);
 static_assert(kM * 16 * kWarps == kBr, "each warp owns whole 16-row tiles");
 
 struct SharedStorage {
+    struct Operands {
+        SharedTile<Element, kBr, kD> Q;
+        SharedTile<Element, kBc, kD> K;
+        SharedTile<Element, kBc, kDv> V;
+    };
     union {
-        struct {
-            SharedTile<Element, kBr, kD> Q;
-            SharedTile<Element, kBc, kD> K;
-            SharedTile<Element, kBc, kDv> V;
-        };
+        Operands in;
         SharedTile<Element, kBr, kDv> O;  // on its way out, when the others are no longer needed
     };
     // Kept here because registers are short:
@@ -45,23 +46,23 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     const Range tiles = band.key_tiles(work.queries);
 
     auto load_K = [&](const Element* k, i32 j) {
-        load_tile<kHeadDim>(shared.K, k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDim>(shared.in.K, k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
     auto load_V = [&](const Element* v, i32 j) {
-        load_tile<kHeadDimV>(shared.V, v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDimV>(shared.in.V, v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
 
     const u32 warp_row = warp_index() * 16 * kM;
-    const RowMajorA<Element, kBr, kD> Q(shared.Q, warp_row);
-    const ColumnMajorB<Element, kBc, kD> K_transposed(shared.K, 0);
-    const RowMajorB<Element, true, 1, kBc, kDv> V(shared.V, 0);
+    const RowMajorA<Element, kBr, kD> Q(shared.in.Q, warp_row);
+    const ColumnMajorB<Element, kBc, kD> K_transposed(shared.in.K, 0);
+    const RowMajorB<Element, true, 1, kBc, kDv> V(shared.in.V, 0);
 
     SoftmaxState<kM, 2, !kSplit> state(score.unit());
     SumTile<Element, kM, kDv / 8> O;
     O.clear();
-    load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
+    load_tile<kHeadDim>(shared.in.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
                         params.q_row_stride, work.queries.first, params.seqlen_q);
     copy_async_commit();
     if (!tiles.empty())
@@ -94,7 +95,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         if (j > tiles.first)
             load_K(shared.work.k, j - 1);
         if (kBand && !band.all_visible(queries, keys) && shared.careful)
-            clear_nonfinite(shared.V);
+            clear_nonfinite(shared.in.V);
         if (sees) {
             state.update(S, O);  // S becomes P = exp(S - m)
             warp_gemm<Element, kBc / kStepK<Element>, kPlain>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j

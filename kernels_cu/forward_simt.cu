@@ -23,13 +23,14 @@ using ScoreTile = ThreadTile<kWarpRows, kBc, kLanesM, 1>;
 using OutputTile = ThreadTile<kWarpRows, kDv, kLanesM, 4>;
 
 struct SharedStorage {
+    struct Operands {
+        RowTile<Element, kBr, kD, ReadBy::kTwoRows> Q;
+        RowTile<Element, kBc, kD, ReadBy::kEightRows> K[kStages];
+        RowTile<Element, kBc, kDv, ReadBy::kOneRow> V[kStages];
+        RowTile<float, kBr, kBc, ReadBy::kTwoRows> P;
+    };
     union {
-        struct {
-            RowTile<Element, kBr, kD, ReadBy::kTwoRows> Q;
-            RowTile<Element, kBc, kD, ReadBy::kEightRows> K[kStages];
-            RowTile<Element, kBc, kDv, ReadBy::kOneRow> V[kStages];
-            RowTile<float, kBr, kBc, ReadBy::kTwoRows> P;
-        };
+        Operands in;
         RowTile<Element, kBr, kDv, ReadBy::kOneRow> O;  // on its way out, when the others are no longer needed
     };
 };
@@ -60,11 +61,11 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     const Range tiles = band.key_tiles(work.queries);
 
     auto load_K = [&](const Element* k, i32 j, u32 stage) {
-        load_tile<kHeadDim>(shared.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDim>(shared.in.K[stage], k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
     auto load_V = [&](const Element* v, i32 j, u32 stage) {
-        load_tile<kHeadDimV>(shared.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
+        load_tile<kHeadDimV>(shared.in.V[stage], v, params.v_row_stride, j * static_cast<i32>(kBc), params.seqlen_k);
         copy_async_commit();
     };
 
@@ -73,7 +74,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
     SoftmaxState<ScoreTile::kM, 1, sizeof(Element) == 2> state(score.unit());
     OutputTile O;
     O.clear();
-    load_tile<kHeadDim>(shared.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
+    load_tile<kHeadDim>(shared.in.Q, params.q + work.batch * params.q_batch_stride + work.head * params.q_head_stride,
                         params.q_row_stride, work.queries.first, params.seqlen_q);
     copy_async_commit();
     if (!tiles.empty()) {
@@ -103,23 +104,23 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
                     load_K(work.k, j - 1, 0);
             }
             if (kBand && careful && !band.all_visible(work.queries, keys))
-                clear_nonfinite(shared.V[stage]);
+                clear_nonfinite(shared.in.V[stage]);
         };
         if (kBand && !band.any_visible(rows, keys)) {
             between_products();  // near the diagonal some warps have rows that see none of the tile's keys
         } else {
             ScoreTile S;
             S.clear();
-            add_product_transposed(S, shared.Q, warp_row, shared.K[stage]);  // S = Q K_j^T
+            add_product_transposed(S, shared.in.Q, warp_row, shared.in.K[stage]);  // S = Q K_j^T
             if constexpr (kScoreKind != 0)
                 S.each([&](float& s) { s = score(s); });
             if (!band.all_visible(rows, keys))
                 mask_scores(S, band, rows.first, first_key);
             between_products();
             state.update(S, O);  // S becomes P = exp(S - m)
-            store_result(shared.P, S, warp_row);
-            warp_sync();                                          // the warp's rows of P are complete
-            add_product(O, shared.P, warp_row, shared.V[stage]);  // O += P V_j
+            store_result(shared.in.P, S, warp_row);
+            warp_sync();                                                // the warp's rows of P are complete
+            add_product(O, shared.in.P, warp_row, shared.in.V[stage]);  // O += P V_j
         }
         stage ^= kStages - 1;
     }

@@ -25,7 +25,7 @@ def test_kernels_stay_in_bounds():
 
 
 def test_planted_read_out_of_bounds_is_reported_with_its_line(tmp_path):
-    load_K = "load_tile<kHeadDim>(shared.K, k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k"
+    load_K = "load_tile<kHeadDim>(shared.in.K, k, params.k_row_stride, j * static_cast<i32>(kBc), params.seqlen_k"
     fault = Fault("", "forward_mma.cu", load_K, f"{load_K} + 1", "a row behind the last key", ())
     sources = faults.planted(fault, tmp_path)
     text = (sources / fault.file).read_text()

@@ -80,7 +80,6 @@ def test_arrays_on_two_gpus_are_refused():
     q, k, v, _ = arrays_on(0)
     with pytest.raises(ValueError, match=r"k on GPU 1"):
         cupyflash.attention(q, arrays_on(1)[1], v)
+    out = arrays_on(1)[0]
     with pytest.raises(ValueError, match=r"out on GPU 1"):
-        with cupy.cuda.Device(1):
-            out = cupy.empty_like(q)
         cupyflash.attention(q, k, v, out=out)

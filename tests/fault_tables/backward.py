@@ -208,7 +208,7 @@ FAULTS = [
     fault(
         "backward: dO is not cleaned",
         "backward_mma.cu",
-        "clear_nonfinite(shared.dO[stage]);",
+        "clear_nonfinite(shared.in.dO[stage]);",
         "",
         "a hidden infinity reaches dV",
         "half, causal, 70x70, hidden gradient",
@@ -216,7 +216,7 @@ FAULTS = [
     fault(
         "backward: Q is not cleaned",
         "backward_mma.cu",
-        "clear_nonfinite(shared.Q[stage]);",
+        "clear_nonfinite(shared.in.Q[stage]);",
         "",
         "a hidden NaN reaches dK",
         "half, causal, 70x70, hidden query",
@@ -224,7 +224,7 @@ FAULTS = [
     fault(
         "backward: K is not cleaned",
         "backward_mma.cu",
-        "clear_nonfinite(shared.K);",
+        "clear_nonfinite(shared.in.K);",
         "",
         "a hidden NaN reaches dQ",
         "half, causal, 70x70, hidden key",

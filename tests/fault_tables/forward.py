@@ -95,8 +95,8 @@ FAULTS = [
     fault(
         "forward: careful run cleans nothing",
         "forward_mma.cu",
-        "&& shared.careful)\n            clear_nonfinite(shared.V);",
-        "&& false)\n            clear_nonfinite(shared.V);",
+        "&& shared.careful)\n            clear_nonfinite(shared.in.V);",
+        "&& false)\n            clear_nonfinite(shared.in.V);",
         "a hidden NaN reaches rows that do not see it",
         "half, causal, 70x70, hidden value",
     ),

@@ -2,9 +2,12 @@
 #pragma once
 #include "platform/types.cuh"
 
+// Of vectors since sm_90 and PTX ISA 8.1, which is CUDA 12.1's.
+#define CF_REDUCES_VECTORS (CF_ARCH >= 90 && (__CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ >= 1))
+
 /// target[0..3] += x[0..3], each addition atomic; target 16-byte aligned.
 DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
-#if CF_ARCH >= 90
+#if CF_REDUCES_VECTORS
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x0), "f"(x1), "f"(x2), "f"(x3)
                  : "memory");
 #else
@@ -17,7 +20,7 @@ DEVICE void reduce_add4(float* target, float x0, float x1, float x2, float x3) {
 
 /// target[0..1] += x[0..1], likewise; target 8-byte aligned.
 DEVICE void reduce_add2(float* target, float x0, float x1) {
-#if CF_ARCH >= 90
+#if CF_REDUCES_VECTORS
     asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(x0), "f"(x1) : "memory");
 #else
     atomicAdd(target, x0);
