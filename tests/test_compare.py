@@ -1,7 +1,9 @@
 """``cupyflash compare``: the command on the CPU from end to end, and what of the GPU's side needs no GPU."""
 
 import contextlib
+import csv
 import functools
+import html
 import math
 import re
 import types
@@ -10,7 +12,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from cupyflash.cli import main
-from cupyflash.compare import accuracy, charts, figures, hbm, ncu, report, table, views
+from cupyflash.compare import accuracy, charts, cpu, figures, hbm, ncu, report, table, views
 from cupyflash.compare.cases import ALGORITHMS, DIRECTIONS, Case, cases, most_telling_first
 from cupyflash.compare.devices import PEAKS, peak
 from cupyflash.compare.hbm import Traffic
@@ -236,12 +238,35 @@ def test_rows_survive_a_file(tmp_path):
     assert path.read_text().splitlines()[0].startswith("device,dtype,batch,seqlen,heads,head_dim,causal,direction")
 
 
+def test_a_file_has_what_follows_from_its_rows(tmp_path):
+    """V3's forward takes a second, V2's two, standard attention's eight; 4 GiB pass through memory."""
+    _, rows, _ = scripted(missing=("v1",))
+    path = tmp_path / "data.csv"
+    table.write(path, rows)
+    with path.open() as file:
+        lines = [line for line in csv.DictReader(file) if line["seconds"] and line["direction"] == "forward"]
+    derived = {
+        line["algorithm"]: tuple(
+            line[name] for name in ("tflops", "times_previous", "times_standard", "flops_per_byte")
+        )
+        for line in lines
+        if line["seqlen"] == "1024" and line["causal"] == "0"
+    }
+    flops = 4 * 4 * 16 * 1024 * 1024 * 128
+    of_all = f"{flops / 2**32:.4g}"
+    assert derived == {
+        "standard": (f"{flops / 8e12:.4g}", "", "", of_all),
+        "v2": (f"{flops / 2e12:.4g}", "", "4", of_all),  # V1 is missing
+        "v3": (f"{flops / 1e12:.4g}", "2", "8", of_all),
+    }
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda text: text.replace("seqlen", "length", 1), "has no column seqlen"),
         (lambda text: text.replace(",1024,", ",many,", 1), "line 2: invalid literal"),
-        (lambda text: text.replace("standard", "v4", 1), "v4 forward; expected standard, v1, v2, v3"),
+        (lambda text: text.replace("forward,standard", "forward,v4", 1), "v4 forward; expected standard, v1, v2, v3"),
         (lambda text: text.replace(",1024,16,128,0", ",1024,16,128,no", 1), "line 2: 'no'"),
     ],
 )
@@ -270,6 +295,8 @@ def test_a_page_shows_all_and_fetches_nothing():
     _, rows, _ = scripted(missing=("v1",))
     page = report.render(rows, ["Something to know."])
     assert "Something to know." in page
+    assert "<h1>Standard attention, V1, V2 and V3 on NVIDIA H200</h1>" in page
+    assert "rounds S and P to 16 bits" in page
     assert "2.00 (2.00 to 2.00)" in page  # V3 over V2
     assert "a copy moves 4,000 GB/s, a matrix product does 700 TFLOP/s (data sheet: 4,800 GB/s, 989 TFLOP/s)" in page
     assert "<td>1.10</td>" in page  # counted over measured
@@ -737,7 +764,12 @@ def test_the_command_on_the_cpu(compared):
     errors = {(row.algorithm, row.direction): row.error for row in rows if row.error is not None}
     assert errors.keys() == {(a, d) for a in ("standard", "v2") for d in ("forward", "backward")}
     assert all(0 < error < 1e-5 for error in errors.values())
-    assert "This machine has no GPU that CuPy finds" in page.read_text()
+    text = page.read_text()
+    assert cpu.CANNOT in said
+    assert html.escape(cpu.CANNOT) in text
+    assert "<h1>Standard attention and V2 on " in text
+    assert "V1 over standard" not in text
+    assert "16 bits" not in text  # all is float32 here
     assert any(re.match(r"forward and backward: v2 [\d.]+ times standard", line) for line in said)
     assert said[-2:] == [str(data), str(page)]
     assert all(math.isfinite(row.seconds) for row in timed)

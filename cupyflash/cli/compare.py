@@ -57,12 +57,15 @@ def run(options: argparse.Namespace, say: Callable[[str], None] | None = None) -
         return _render(options, say)
 
     from cupyflash.compare.cases import cases, most_telling_first
+    from cupyflash.compare.cpu import CANNOT
     from cupyflash.compare.session import compare
 
-    on_gpu = _on_gpu(options.device)
+    on_gpu = _on_gpu(options.device, say)
     if options.dtype and not on_gpu:
         raise ValueError("--dtype is of the GPU; on the CPU float32 is compared")
     bench = _gpu_bench(options) if on_gpu else _cpu_bench()
+    if not on_gpu:
+        say(CANNOT)
     defaults = {
         (True, False): _FULL_GPU,
         (True, True): _QUICK_GPU,
@@ -130,16 +133,18 @@ def _render(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     return 0
 
 
-def _on_gpu(device: str) -> bool:
+def _on_gpu(device: str, say: Callable[[str], None]) -> bool:
+    """Whether to compare on the GPU; says why not, where there is none and none was asked for."""
     from cupyflash.arrays import require_gpu
 
     if device == "cpu":
         return False
     try:
         require_gpu("comparing on the GPU")
-    except (ImportError, RuntimeError):
+    except (ImportError, RuntimeError) as error:
         if device == "gpu":
             raise
+        say(str(error))
         return False
     return True
 

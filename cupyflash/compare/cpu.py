@@ -20,9 +20,10 @@ from .hbm import Traffic
 from .session import Call, Counted, Key, Prepared, told
 
 CANNOT = (
-    "This machine has no GPU that CuPy finds. V1 and V3 are GPU algorithms and are missing here; so are bytes through "
-    "the GPU's memory and the roofline, since what a CPU's caches do is not counted. V2 is the tiled algorithm in "
-    "NumPy and BLAS, one thread per block of queries. Memory is what NumPy allocates, as tracemalloc has it."
+    "This is the CPU's part of the comparison. V1 and V3 are GPU algorithms and are missing here; so are bytes through "
+    "a GPU's memory and the roofline, since what a CPU's caches do is not counted. V2 is the tiled algorithm in NumPy "
+    "and BLAS, one thread per block of queries. Memory is what NumPy allocates, as tracemalloc has it. Where CuPy "
+    "finds a GPU, cupyflash compare measures all four algorithms on it."
 )
 
 

@@ -44,7 +44,7 @@ def render(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     first = rows[0]
     on_gpu = first.copy_bytes is not None
     body = [
-        f"<h1>Standard attention, V1, V2 and V3 on {_text(first.device)}</h1>",
+        f"<h1>{_compared(rows)} on {_text(first.device)}</h1>",
         f"<p class=quiet>{_text(first.made)} · {_text(first.dtype)} · {_roofs(first)}</p>",
         *(f"<p>{_text(note)}</p>" for note in (*notes, *(() if on_gpu else (CANNOT,)))),
         "<h2>How much faster each is than the one before</h2>",
@@ -70,7 +70,7 @@ def render(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
         ),
         *(_bytes(rows) if on_gpu else ()),
         "<h2>Error</h2>",
-        f"<p>{_ERROR}</p>",
+        f"<p>{_ERROR} {_ERROR_GPU if on_gpu else _ERROR_CPU}</p>",
         *_figures(
             views.errors(rows, head_dim, direction)
             for head_dim in unique(row.head_dim for row in rows)
@@ -98,9 +98,13 @@ _MEMORY = (
 )
 _ERROR = (
     "The largest error against float64 over the largest element, of out or of the worst of dq, dk and dv, for normal "
-    "inputs of one head. All are exact algorithms: what differs is rounding. Standard attention rounds S and P to 16 "
-    "bits on the way through memory; the others keep scores and sums in float32 and round P once."
+    "inputs of one head. All are exact algorithms: what differs is rounding."
 )
+_ERROR_GPU = (
+    "Standard attention rounds S and P to 16 bits on the way through memory; the others keep scores and sums in "
+    "float32 and round P once."
+)
+_ERROR_CPU = "Here both compute and store float32; sums differ in their order."
 _METHOD_GPU = (
     "Times are by events around each pass, with an emptied L2 cache, passes of all algorithms in turns and in a new "
     "random order each round; the median counts. Operations are those of the products over visible pairs, two in the "
@@ -126,6 +130,17 @@ _BYTES = (
 )
 
 
+def _compared(rows: Sequence[Row]) -> str:
+    """The algorithms that the rows are of."""
+    names = [_short(algorithm) for algorithm in _algorithms(rows)]
+    told = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return told.replace("standard", "Standard attention")
+
+
+def _algorithms(rows: Sequence[Row]) -> list[str]:
+    return [algorithm for algorithm in ALGORITHMS if any(row.algorithm == algorithm for row in rows)]
+
+
 def _roofs(row: Row) -> str:
     if row.copy_bytes is None or row.gemm_flops is None:
         return "CPU"
@@ -137,7 +152,8 @@ def _roofs(row: Row) -> str:
 
 
 def _speed_ups(rows: Sequence[Row]) -> str:
-    pairs = views.RATIOS
+    there = _algorithms(rows)
+    pairs = [(newer, older) for newer, older in views.RATIOS if newer in there and older in there]
     lines = []
     for head_dim in unique(row.head_dim for row in rows):
         for causal in (False, True):
@@ -190,14 +206,13 @@ def _bytes_line(row: Row) -> list[str]:
             _gb(measured.requested) if measured.requested else "",
             f"{counted.total / measured.total:.2f}" if measured.total else "",
         ]
-    total = measured.total if measured is not None and measured.total else counted.total
     return [
         f"{_short(row.algorithm)} {row.direction}",
         str(row.case),
         *(_gb(value) for value in (counted.total, counted.read, counted.written, counted.requested)),
         _theorem(row),
         *theirs,
-        f"{(row.flops or 0) / total:,.0f}",
+        f"{row.intensity or 0:,.0f}",
     ]
 
 
@@ -211,14 +226,15 @@ def _theorem(row: Row) -> str:
 
 def _errors(rows: Sequence[Row]) -> str:
     of_error = [row for row in rows if row.error is not None]
+    algorithms = _algorithms(rows)
     lines = []
     for case in unique(row.case for row in of_error):
         for direction in ("forward", "backward"):
             found = [row for row in of_error if row.case == case and row.direction == direction]
             by_algorithm = {row.algorithm: row.error for row in found}
-            errors = (by_algorithm.get(algorithm) for algorithm in ALGORITHMS)
+            errors = (by_algorithm.get(algorithm) for algorithm in algorithms)
             lines.append([f"{direction}, {case}", *("" if error is None else f"{error:.2e}" for error in errors)])
-    return _table(["", *map(_short, ALGORITHMS)], lines)
+    return _table(["", *map(_short, algorithms)], lines)
 
 
 def _times(rows: Sequence[Row]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,12 @@ class Row:
         """Floating-point operations per second."""
         return self.flops / self.seconds if self.flops and self.seconds else None
 
+    @property
+    def intensity(self) -> float | None:
+        """Operations per byte through the GPU's memory: measured if it was, else counted."""
+        moved = self.measured or self.counted
+        return self.flops / moved.total if self.flops and moved and moved.total else None
+
 
 _KINDS: dict[str, Any] = {
     "str": str,
@@ -96,14 +102,24 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
-    """Writes a CSV file with a header; what is None is left empty."""
+# What follows from the rows, for whoever opens the file; ``read`` has no use for it.
+_DERIVED = ("tflops", "times_previous", "times_standard", "flops_per_byte")
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Writes a CSV file with a header; what is None is left empty.
+
+    Behind the attributes of a row it has TFLOP/s, how many times as fast it is as the algorithm before and as standard
+    attention, and operations per byte through the GPU's memory.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    seconds = {(row.case, row.direction, row.algorithm): row.seconds for row in rows if row.seconds}
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(field.name for field in fields(Row))
+        writer.writerow((*(field.name for field in fields(Row)), *_DERIVED))
         for row in rows:
-            writer.writerow(_text(getattr(row, field.name)) for field in fields(Row))
+            kept = (_text(getattr(row, field.name)) for field in fields(Row))
+            writer.writerow((*kept, *("" if value is None else f"{value:.4g}" for value in _derived(row, seconds))))
 
 
 def read(path: Path) -> list[Row]:
@@ -140,6 +156,16 @@ def unique(values: Iterable[Any]) -> list[Any]:
 def select(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     """The rows whose attributes have these values."""
     return [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+
+
+def _derived(row: Row, seconds: Mapping[tuple[Case, str, str], float]) -> Iterator[float | None]:
+    """The values of ``_DERIVED``."""
+    yield None if row.rate is None else row.rate / 1e12
+    number = ALGORITHMS.index(row.algorithm)
+    for older in (ALGORITHMS[number - 1], ALGORITHMS[0]):
+        before = seconds.get((row.case, row.direction, older)) if number else None
+        yield before / row.seconds if before and row.seconds else None
+    yield row.intensity
 
 
 def _traffic(read: int | None, written: int | None, requested: int | None) -> Traffic | None:

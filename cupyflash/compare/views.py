@@ -121,7 +121,7 @@ def traffic_row(rows: Sequence[Row], algorithm: str, direction: str, seqlen: int
 
 def roofline(rows: Sequence[Row], head_dim: int) -> str | None:
     """Operations per second over operations per byte of memory traffic, under the roofs of this device."""
-    timed = [row for row in rows if row.rate and row.counted and row.head_dim == head_dim and not row.causal]
+    timed = [row for row in rows if row.rate and row.intensity and row.head_dim == head_dim and not row.causal]
     timed = [row for row in timed if row.direction != "step"]
     if not timed or not timed[0].copy_bytes or not timed[0].gemm_flops:
         return None
@@ -129,7 +129,7 @@ def roofline(rows: Sequence[Row], head_dim: int) -> str | None:
         Series(
             TITLES[name],
             name,
-            [(row.flops / row.counted.total, row.rate / 1e12) for row in timed if row.algorithm == name],  # type: ignore[operator,union-attr]
+            [(row.intensity or 0, (row.rate or 0) / 1e12) for row in timed if row.algorithm == name],
             joined=False,
         )
         for name in ALGORITHMS
