@@ -37,5 +37,15 @@ def test_public_functions_show_an_example(name):
 
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
-            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}, which does not exist"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", (ROOT / page).read_text()):
+            file = (ROOT / page).parent.joinpath(target) if target else ROOT / page
+            assert file.exists(), f"{page} links to {target}, which does not exist"
+            assert not anchor or anchor in anchors(file), (
+                f"{page} links to {target}#{anchor}, which has no such heading"
+            )
+
+
+def anchors(page):
+    """Of its headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
