@@ -80,6 +80,18 @@ def test_speed_ups_in_the_text():
     }
 
 
+def test_bytes_of_a_step_in_the_text():
+    steps = {"direction": "step", "seqlen": 16384, "head_dim": 128}
+    kB = {
+        (row.algorithm, row.causal): f"{row.counted.total / row.batch / row.heads / row.seqlen / 1000:.0f}"
+        for row in table.select(ROWS, **steps)
+    }
+    text = " ".join((ROOT / "docs" / "how-it-works.md").read_text().split())
+    full = f"{kB['v1', False]} kB per query and head in V1 and {kB['standard', False]} in standard attention"
+    assert f"a training step at 16,384 moves {full}" in text
+    assert f"under a causal mask {kB['v1', True]} and {kB['standard', True]}." in text
+
+
 def test_what_a_causal_mask_saves_in_the_text():
     short, long = (seconds("v3", length, True) / seconds("v3", length, False) for length in (1024, 16384))
     told = f"A training step of V3 takes {short:.2f} of the time at 1,024 tokens, {long:.2f} at 16,384."
