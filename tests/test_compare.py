@@ -299,7 +299,9 @@ def test_a_page_shows_all_and_fetches_nothing():
     assert "rounds S and P to 16 bits" in page
     assert "2.00 (2.00 to 2.00)" in page  # V3 over V2
     assert "a copy moves 4,000 GB/s, a matrix product does 700 TFLOP/s (data sheet: 4,800 GB/s, 989 TFLOP/s)" in page
-    assert "<td>1.10</td>" in page  # counted over measured
+    # counted: all, read, written, of L2; no theorem of V2; measured likewise; counted over measured; per measured byte
+    bytes_moved = "4.4e-07|3.3e-07|1.1e-07|9e-07||4e-07|3e-07|1e-07|1e-06|1.10|"
+    assert f"<td>{bytes_moved.replace('|', '</td><td>')}" in page
     theorem = hbm.paper_v1_bytes(next(row for row in rows if row.measured).case.problem(), 232_448) / 1e9
     assert f"<td>{theorem:,.4g}</td>" in page
     for chart in (
@@ -387,6 +389,28 @@ def test_cases_make_equal_work():
     chosen = cases((512, 65536), (64, 128), "float16", 16384, 2048)
     assert [(case.batch, case.heads) for case in chosen if not case.causal] == [(32, 32), (1, 32), (32, 16), (1, 16)]
     assert chosen[0].problem("v2").algorithm == "v2"
+
+
+def test_errors_are_of_one_head_and_of_lengths_up_to_the_longest():
+    chosen = accuracy.cases(cases((1024, 2048, 16384), (64, 128), "float16", 16384, 2048))
+    assert {(case.batch, case.heads, case.dtype) for case in chosen} == {(1, 1, "float16")}
+    of_128 = [(case.seqlen, case.causal) for case in chosen if case.head_dim == 128]
+    assert of_128 == [(512, False), (512, True), (1024, False), (2048, False), (4096, False)]
+    assert {case.head_dim for case in chosen} == {64, 128}
+    assert [case.seqlen for case in accuracy.cases([Case(1, 64, 2, 64, False, "float16")])] == [64, 64]
+
+
+def test_bytes_are_shown_of_the_row_with_counters_and_of_head_dims_up_to_128():
+    def row(head_dim, **known):
+        return Row("GPU", "float16", 1, 4096, 16, head_dim, False, "forward", "v1", **known)
+
+    counted = {"counted_read": 2, "counted_written": 1, "counted_requested": 4}
+    measured = {"measured_read": 2, "measured_written": 1}
+    rows = [row(64, **counted), row(256, **counted), row(128, **counted), row(128)]
+    assert views.traffic_row(rows, "v1", "forward", 4096) == rows[2]
+    rows.append(row(64, **counted, **measured))
+    assert views.traffic_row(rows, "v1", "forward", 4096) == rows[-1]
+    assert views.traffic_row(rows, "v2", "forward", 4096) is None
 
 
 def test_known_gpus_have_peaks():

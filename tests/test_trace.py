@@ -7,6 +7,7 @@ import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
@@ -305,6 +306,22 @@ def test_bars_lie_in_the_chart_and_apart(algorithm, task):
             assert all(a.end <= b.start for a, b in itertools.pairwise(work)), lane.name
     spans = sum(len(track) for lane in draw.lanes(traced) for track in (*lane.tracks, lane.stores))
     assert len(drawing.findall(f".//{NAMESPACE}title")) == spans
+
+
+def test_bars_are_as_long_as_their_steps():
+    """One warp, which multiplies for 36 steps and exponentiates for 64, on one of four parts."""
+    asked = (Request("mma", 16, 0, 9), Request("exp2", 0, 0, 8))
+    recording = Recording(SimpleNamespace(file="kernel.cu"), TileConfig("mma", 64, 64, 4), 1, 0, (asked,))
+    drawing = ElementTree.fromstring(draw.svg(replay(recording, RATES), "title"))
+    track = drawing.find(f".//{NAMESPACE}rect[@class='track']")
+    left, width = float(track.get("x")), float(track.get("width"))
+    bars = [group.find(f"{NAMESPACE}rect") for group in drawing.findall(f".//{NAMESPACE}g[@class='span']")]
+    ends = {bar.get("class"): (float(bar.get("x")), float(bar.get("x")) + float(bar.get("width"))) for bar in bars}
+    gap = 0.7  # between bars
+    assert ends["product"] == pytest.approx((left, left + 0.36 * width), abs=gap)
+    assert ends["exp"] == pytest.approx((left + 0.36 * width, left + width), abs=gap)
+    texts = [text.text for text in drawing.findall(f".//{NAMESPACE}text")]
+    assert [text for text in texts if text.endswith("%")] == ["9%", "16%"]
 
 
 class Nesting(HTMLParser):
