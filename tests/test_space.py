@@ -107,6 +107,8 @@ def test_dry_run_needs_no_gpu(capsys):
         (["--gpu", "A100"], "it needs --dry-run"),
         (["--tasks", "sideways"], "tasks has 'sideways'; expected some of forward, backward,"),
         (["--head-dims", "0"], "head_dims is [0]; sizes are positive"),
+        (["--head-dims", "64,512"], "head_dim is 512; the GPU computes 1 to 256"),
+        (["--algorithm", "v1", "--dtypes", "float32"], "dtypes is ['float32'], which leaves nothing"),
         (["--budget", "soon"], "expected a time above 0, as in 30s, 10m or 1h"),
     ],
 )

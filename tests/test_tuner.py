@@ -26,8 +26,12 @@ from cupyflash.tuning.space import families, space
 from cupyflash.tuning.tasks import Size, TuningTask, default_tasks
 
 pytest.importorskip("optuna")
-from cupyflash.tuning import tune
+from filelock import FileLock
+
+from cupyflash.tuning import results, tune
 from cupyflash.tuning.driver import CandidateFailed, Worker, WorkerError, WorkerSpec
+from cupyflash.tuning.report import render
+from cupyflash.tuning.results import Winner
 from cupyflash.tuning.session import ResumeError, Session
 
 HERE = Path(__file__).parent
@@ -274,6 +278,25 @@ def test_another_tune_cannot_be_resumed(tmp_path):
         tune([TINY], workers=[fake()], folder=tmp_path, store=False, resume=True, seed=1)
 
 
+def test_a_folder_is_not_shared_by_tunes_that_differ(tmp_path):
+    """A second process has a journal of its own, in which there is nothing to compare with."""
+    tune([TINY], workers=[fake()], folder=tmp_path, store=False)
+    with FileLock(tmp_path / "samples-1.lock"):  # as if it went on
+        with pytest.raises(ResumeError, match=r"limits was .*H200.*, is .*A100.* \(samples-1.jsonl\)"):
+            tune([SMALL], workers=[fake(gpu="A100")], folder=tmp_path, store=False, resume=True)
+        tune([SMALL], workers=[fake()], folder=tmp_path, store=False, resume=True)
+    assert {path.name for path in tmp_path.glob("samples-*.jsonl")} == {"samples-1.jsonl", "samples-2.jsonl"}
+
+
+def test_other_sizes_of_a_task_are_measured_after_a_resume(tmp_path):
+    other = dataclasses.replace(TINY, sizes=(Size(3000, 4),))
+    for task in (TINY, other, other):
+        tuned = tune([task], workers=[fake()], folder=tmp_path, store=False, resume=True)
+        assert [winner.size for winner in tuned.winners] == list(task.sizes)
+    finished = [e["sizes"] for e in events_of(tmp_path) if e["kind"] == "finished"]
+    assert finished == [["32x512"], ["4x3000"]]
+
+
 def test_without_resume_the_old_samples_are_put_aside(tmp_path):
     for _ in range(2):
         tune([TINY], workers=[fake()], folder=tmp_path, store=False)
@@ -398,6 +421,50 @@ def test_winners_are_what_calls_take_from_then_on(tmp_path, monkeypatch):
             assert origin == "tuned: user NVIDIA_H200.yaml"
     again = tune([TINY], workers=[fake()], folder=tmp_path / "again")
     assert [winner.default for winner in again.winners] == [w.config for w in tuned.winners if w.task == TINY]
+
+
+def test_what_others_found_in_a_shared_folder_is_kept_too(tmp_path, monkeypatch):
+    """The process that finished it may have been killed before it kept anything."""
+    folder = tmp_path / "tune"
+    tune([TINY], workers=[fake()], folder=folder, store=False)
+    (folder / "samples-1.jsonl").rename(folder / "samples-2.jsonl")
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    store.refresh()
+    tuned = tune([TINY, SMALL], workers=[fake()], folder=folder, resume=True)
+    assert {winner.task.name for winner in tuned.winners} == {TINY.name, SMALL.name}
+    for winner in tuned.winners:
+        origin = dispatch.choose(winner.task.task, winner.task.problem(winner.size), H200)[1]
+        assert origin == "tuned: user NVIDIA_H200.yaml"
+
+
+def judged(*results):
+    """Results of one size: (family, milliseconds, gain over the default, which is of family "mma")."""
+    default = TileConfig("mma", 64, 64, 4)
+    tiles = {"mma": default, "v1": TileConfig("v1", 64, 128, 8), "wgmma": TileConfig("wgmma", 64, 128, 12)}
+    return [
+        Winner(FORWARD, SIZES[0], tiles[f], ms * 1e-3, default, 1e-3, gain, 0.006, 0.001, None, 25, True)
+        for f, ms, gain in results
+    ]
+
+
+def test_who_did_not_beat_the_default_goes_behind_it(tmp_path, monkeypatch):
+    """Each family is timed in a race of its own: by these times V1 was ahead, in turn with the default it was not."""
+    winners = judged(("mma", 1.003, 0.0), ("v1", 1.001, -0.006), ("wgmma", 1.2, -0.2))
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
+    store.refresh()
+    results.keep(winners, H200, {})
+    found = store.find("forward", FORWARD.problem(SIZES[0]), H200)
+    assert [f.config.family for f in found if f.layer.name == "user"] == ["mma", "v1", "wgmma"]
+    page = render([{"kind": "result", "at": 0.0, **results.as_event(winner)} for winner in winners])
+    assert "default kept" in page
+    assert "1 problems; geometric mean of tuned / default: 1.003" in page
+
+
+def test_of_two_judgements_the_later_one_holds():
+    first = judged(("v1", 0.9, 0.1), ("mma", 1.0, 0.0))
+    second = judged(("mma", 1.0, 0.0), ("v1", 1.1, -0.1))
+    events = [{"kind": "result", **results.as_event(winner)} for winner in (*first, *second)]
+    assert [results.from_event(e, FORWARD) for e in results.latest(events)] == second
 
 
 def test_without_a_place_for_journals_a_temporary_one_serves(tmp_path, monkeypatch):

@@ -67,6 +67,17 @@ def from_event(event: dict[str, Any], task: TuningTask) -> Winner:
     return Winner(**{**values, "task": task, "size": size, **configs})
 
 
+def latest(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last result of each family per task and size; of a task and size the first is what was judged the fastest."""
+    found: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        if event["kind"] == "result":
+            key = event["task"], event["size"], event["config"]["family"]
+            found.pop(key, None)  # a later one has its place among later ones
+            found[key] = event
+    return list(found.values())
+
+
 def known_configs(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     """Winners of this GPU model and of others of its architecture, legal or not."""
     return [found.config for found in store.find_all(task, problem, limits)]
@@ -75,17 +86,19 @@ def known_configs(task: Task, problem: Problem, limits: Limits) -> list[TileConf
 def keep(winners: Iterable[Winner], limits: Limits, identity: dict[str, Any]) -> Path | None:
     """Gives winners to the store, which writes them to the user's file of the GPU model; returns its path.
 
-    Winners of bfloat16 are kept for both 16-bit dtypes if they were proven in both.
+    Winners of bfloat16 are kept for both 16-bit dtypes if they were proven in both. Families are timed in races of
+    their own, and a file has the fastest first: what did not beat the first of its task and size is kept as no faster.
     """
     today = datetime.date.today().isoformat()
     entries = []
+    least: dict[tuple[TuningTask, Size], float] = {}
     for winner in winners:
         task = winner.task.task
         kind = Kind.of(task, winner.task.problem(winner.size))
         if winner.half:
             kind = replace(kind, dtype="half")
         measured = Measured(
-            seconds=winner.seconds,
+            seconds=max(winner.seconds, least.setdefault((winner.task, winner.size), winner.seconds)),
             default_seconds=winner.default_seconds,
             spread=winner.spread,
             sustained_seconds=winner.sustained_seconds,

@@ -49,17 +49,22 @@ class Session:
         self.journal = Journal(journal_path(folder, self.slot))
         self._known = _index(self.journal.events)
         self.seconds: dict[str, float] = {}  # by stage
-        self._check(header)
+        try:
+            with FileLock(folder / "headers.lock"):  # of two that begin at once, one sees the other's
+                self._check(header)
+                self.journal.write("header", **header)
+        except BaseException:
+            self.close()
+            raise
 
     def _check(self, header: Event) -> None:
-        earlier = [event for event in self.journal.events if event["kind"] == "header"]
-        if earlier:
-            differing = [name for name in _IDENTITY if earlier[0].get(name) != header.get(name)]
-            if differing:
-                told = "; ".join(f"{name} was {earlier[0].get(name)!r}, is {header.get(name)!r}" for name in differing)
-                self.close()
-                raise ResumeError(f"{self.folder} holds a tune that cannot be resumed: {told}")
-        self.journal.write("header", **header)
+        """Raises ResumeError if any process that shares the folder, or did, measures something else."""
+        for path in sorted(self.folder.glob("samples-*.jsonl")):
+            earlier = next((event for event in read(path) if event["kind"] == "header"), None)
+            differing = [name for name in _IDENTITY if earlier and earlier.get(name) != header.get(name)]
+            if earlier and differing:
+                told = "; ".join(f"{name} was {earlier.get(name)!r}, is {header.get(name)!r}" for name in differing)
+                raise ResumeError(f"{self.folder} holds a tune that cannot be resumed: {told} ({path.name})")
 
     # ---- tasks
 
@@ -85,7 +90,7 @@ class Session:
     def finished(self, task: TuningTask) -> None:
         """Records that a task has its results."""
         if not self.is_over():  # else another tune may find better ones
-            self.journal.write("finished", task=task.name)
+            self.journal.write("finished", task=task.name, sizes=_sizes(task))
         with self._lock:
             self._claims.pop(task.name).release()
             self._unfinished -= 1
@@ -94,7 +99,9 @@ class Session:
         own = self.journal.path
         others = (path for path in self.folder.glob("samples-*.jsonl") if path != own)
         events = itertools.chain(self.journal.events, *map(read, others))
-        return any(e["kind"] == "finished" and e["task"] == task.name for e in events)
+        return any(
+            e["kind"] == "finished" and e["task"] == task.name and e.get("sizes") == _sizes(task) for e in events
+        )
 
     def search_until(self, workers: int, depth: int) -> float:
         """When a task that begins now, of ``depth`` at once on each worker, has searched for its part of the time.
@@ -159,9 +166,9 @@ def journal_path(folder: Path, slot: int) -> Path:
 
 
 def all_events(folder: Path) -> Iterator[Event]:
-    """The events of all processes that share a folder."""
-    for path in sorted(folder.glob("samples-*.jsonl")):
-        yield from read(path)
+    """The events of all processes that share a folder, as they happened by their clocks."""
+    events = itertools.chain.from_iterable(map(read, sorted(folder.glob("samples-*.jsonl"))))
+    yield from sorted(events, key=lambda event: event["at"])
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -185,6 +192,10 @@ def _is_held(path: Path) -> bool:
         return True
     lock.release()
     return False
+
+
+def _sizes(task: TuningTask) -> list[str]:
+    return [str(size) for size in task.sizes]
 
 
 def _free_slot(folder: Path) -> tuple[int, FileLock]:

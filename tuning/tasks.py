@@ -8,7 +8,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from ..problem import Problem, one_of
+from ..problem import GPU_MAX_HEAD_DIM, Problem, one_of
 from ..tiles import TASKS, Task
 
 DtypeKind = Literal["bfloat16", "float16", "tf32", "float32"]
@@ -53,6 +53,9 @@ class TuningTask:
         masked: with a causal mask, which stands for every band.
         sizes: that are measured, each of which has winners of its own; kernels do not depend on them.
         algorithm: whose kernels are searched, as in ``attention``. "auto" has one tile of "v1", which is rarely right.
+
+    Raises:
+        ValueError: a head dim that no kernel has.
     """
 
     task: Task
@@ -62,6 +65,11 @@ class TuningTask:
     masked: bool
     sizes: tuple[Size, ...] = ()
     algorithm: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "head_dim_v"):
+            if not 1 <= getattr(self, name) <= GPU_MAX_HEAD_DIM:
+                raise ValueError(f"{name} is {getattr(self, name)}; the GPU computes 1 to {GPU_MAX_HEAD_DIM}")
 
     @property
     def name(self) -> str:
@@ -123,7 +131,7 @@ def default_tasks(
     "auto" or "v1", which has kernels of its own for what tensor cores compute.
 
     Raises:
-        ValueError: an unknown task, dtype or algorithm, or a size that is not positive.
+        ValueError: an unknown task, dtype or algorithm, a size that is not positive or too large, or nothing is left.
     """
     one_of("algorithm", algorithm, ("auto", "v1"))
     for what, given, known in (("tasks", tasks, TASKS), ("dtypes", dtypes, DTYPE_KINDS)):
@@ -133,11 +141,17 @@ def default_tasks(
     for what, numbers in (("head_dims", head_dims), ("lengths", lengths)):
         if any(number < 1 for number in numbers):
             raise ValueError(f"{what} is {list(numbers)}; sizes are positive")
-    return [
+    found = [
         TuningTask(task, dtype, head_dim, head_dim, masked, sizes(dtype, lengths), algorithm)
         for task, dtype, head_dim, masked in _listed(effort, tasks, dtypes, head_dims)
         if algorithm == "auto" or (task in ("forward", "backward") and dtype != "float32")
     ]
+    if not found:
+        raise ValueError(
+            f"algorithm is {algorithm!r}, whose kernels are forward and backward of bfloat16, float16 and tf32; tasks "
+            f"is {list(tasks)} and dtypes is {list(dtypes)}, which leaves nothing"
+        )
+    return found
 
 
 def sizes(dtype: DtypeKind, lengths: Sequence[int] = ()) -> tuple[Size, ...]:

@@ -188,7 +188,7 @@ class _Tune:
             with ThreadPoolExecutor(1) as thinker:
                 self._take_turns(worker, thinker)
         except BaseException as error:
-            self._progress.note(f"a GPU is lost to the tune: {error}")
+            self._progress.note(f"a GPU is lost to the tune: {type(error).__name__}: {error}")
             self._errors.append(error)
 
     def _take_turns(self, worker: Worker, thinker: Executor) -> None:
@@ -239,13 +239,9 @@ def _conclude(
 
     by_name = {task.name: task for task in tasks}
     events = [event for event in all_events(session.folder) if event.get("task") in by_name]
-    latest = {
-        (event["task"], event["size"], event["config"]["family"]): event
-        for event in events
-        if event["kind"] == "result"
-    }
-    own = {event["task"] for event in session.journal.events if event["kind"] == "result"}
-    winners = [results.from_event(event, by_name[event["task"]]) for event in latest.values()]
+    measured = [(event, by_name[event["task"]]) for event in results.latest(events)]
+    # What was resumed may have had other sizes.
+    winners = [results.from_event(e, task) for e, task in measured if e["size"] in map(str, task.sizes)]
     reached = {winner.task.name for winner in winners}
     failures: dict[str, int] = {}
     for event in events:
@@ -259,7 +255,7 @@ def _conclude(
         failures=failures,
     )
     if store:
-        tuned.stored = results.keep([w for w in winners if w.task.name in own], limits, identity)
+        tuned.stored = results.keep(winners, limits, identity)
     tuned.report = write_report(session.folder, Path(report) if report else session.folder / "report.html")
     return tuned
 
