@@ -8,7 +8,8 @@
 
 ``tune`` writes the winners where calls find them, which ``held`` then compares with the heuristic on sizes that were
 not tuned: run it in the same environment, with CUPYFLASH_CACHE_DIR set to keep them apart from one's own. GPU work is
-done by the tuner's workers; this process only asks.
+done by the tuner's workers; this process only asks. The exit status is 1 if anything is not reached, or was not
+measured for want of time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -40,9 +42,11 @@ from cupyflash.tuning.space import families, space
 from cupyflash.tuning.tasks import Size, TuningTask, default_tasks, sizes
 from cupyflash.tuning.tuner import visible_gpus
 
+TUNE_SECONDS = 600
 HELD_SHAPES = 40
 ORACLE_SAMPLES = 32
 TUNES = 5
+LEAST_RACES = 20  # of either kind, or shares of them say little
 DTYPES = ("bfloat16", "bfloat16", "float16", "tf32", "float32")
 
 
@@ -56,7 +60,10 @@ def worker_of(spec: WorkerSpec) -> Iterator[tuple[Worker, Limits]]:
         worker.stop()
 
 
-def check_tune(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
+Checked = tuple[str, bool]  # what came out, and whether that is what it must be
+
+
+def check_tune(spec: WorkerSpec, seconds: float, out: Path | None) -> Checked:
     """The full quick tune."""
     tuned = tune(budget=seconds, folder=out, workers=[spec], progress=suitable())
     first: dict[Any, Any] = {}
@@ -64,15 +71,17 @@ def check_tune(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
         first.setdefault((winner.task, winner.size), winner)
     ratios = [w.seconds / w.default_seconds for w in first.values()]
     shares = ", ".join(f"{name} {tuned.seconds[name] / tuned.seconds['all']:.0%}" for name in tuned.seconds)
+    worst, spent = max(ratios, default=math.inf), tuned.seconds["all"]
+    good = worst <= 1.01 and spent <= TUNE_SECONDS and not tuned.unreached and tuned.seconds["proof"] < 0.2 * spent
     return (
-        f"{tuned.seconds['all']:.0f} s for {len(first)} problems, {len(tuned.unreached)} tasks not reached; "
-        f"tuned / default {_mean(ratios):.3f}, worst {max(ratios, default=1):.3f}; "
+        f"{spent:.0f} s for {len(first)} problems, {len(tuned.unreached)} tasks not reached; "
+        f"tuned / default {_mean(ratios):.3f}, worst {worst:.3f}; "
         f"{sum(not w.is_default for w in first.values())} faster; of the time: {shares} (proof: less than 20%); "
         f"out: {tuned.failures}; report {tuned.report}"
-    )
+    ), good
 
 
-def check_resources(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
+def check_resources(spec: WorkerSpec, seconds: float, out: Path | None) -> Checked:
     """Predicted against actual shared memory, and launches, over a random part of the whole space."""
     until = time.monotonic() + seconds
     counts: Counter[str] = Counter()
@@ -96,9 +105,8 @@ def check_resources(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
                 if outcome not in ("right", "spills"):
                     problems.append(f"{task.name} {config}: {message}")
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    return f"{counts.total()} of {len(everything)} configurations: {told}" + "".join(
-        f"\n    {p}" for p in problems[:10]
-    )
+    listed = "".join(f"\n    {p}" for p in problems[:10])
+    return f"{counts.total()} of {len(everything)} configurations: {told}{listed}", bool(counts) and not problems
 
 
 def _outcome(worker: Worker, task: TuningTask, config: TileConfig) -> tuple[str, str]:
@@ -127,7 +135,7 @@ def held_shapes(count: int) -> list[tuple[TuningTask, Size]]:
     return shapes
 
 
-def check_held(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
+def check_held(spec: WorkerSpec, seconds: float, out: Path | None) -> Checked:
     """Tuned against heuristic tiles on held shapes, in turn."""
     until = time.monotonic() + seconds
     rows: list[tuple[float, str]] = []
@@ -149,11 +157,12 @@ def check_held(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
             worker.forget(task)
     rows.sort(reverse=True)
     ratios = [ratio for ratio, _ in rows]
+    good = len(rows) == HELD_SHAPES and max(ratios) <= 1.01 and _mean(ratios) <= 0.95
     return (
         f"{len(rows)} of {HELD_SHAPES} shapes ({same} with the same tiles): tuned / heuristic {_mean(ratios):.3f}, "
         f"{sum(ratio > 1.01 for ratio in ratios)} above 1.01; the slowest:"
         + "".join(f"\n    {row}" for _, row in rows[:5])
-    )
+    ), good
 
 
 def _ratio(worker: Worker, task: TuningTask, size: Size, config: TileConfig, other: TileConfig) -> float:
@@ -178,10 +187,10 @@ REGRET_TASKS = (
 )
 
 
-def check_regret(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
+def check_regret(spec: WorkerSpec, seconds: float, out: Path | None) -> Checked:
     """Winners of tunes from empty against an oracle: every configuration, sampled often."""
     until = time.monotonic() + seconds
-    lines = []
+    lines, worst = [], []
     for task in REGRET_TASKS:
         if time.monotonic() > until:
             break
@@ -197,14 +206,16 @@ def check_regret(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
             with tempfile.TemporaryDirectory() as folder:
                 tuned = tune([task], workers=[spec], folder=folder, store=False, seed=seed)
             found += [winner.config for winner in tuned.winners[:1]]
-        regrets = [oracle[config] / min(oracle.values()) - 1 for config in found if config in oracle]
+        # What the oracle has not measured is of another family, or spills: nobody knows what it costs.
+        regrets = [oracle.get(config, math.inf) / min(oracle.values()) - 1 for config in found]
+        worst.append(max(regrets) if len(regrets) == TUNES else math.inf)
         lines.append(
             f"{task.name}: {len(oracle)} configurations, {len(found)} tunes, {len(set(found))} winners, regret "
             f"{statistics.fmean(regrets):.2%}, worst {max(regrets):.2%}"
             if regrets
             else f"{task.name}: no tune"
         )
-    return "; ".join(lines)
+    return "; ".join(lines), len(worst) == len(REGRET_TASKS) and max(worst) <= 0.01
 
 
 def _oracle(worker: Worker, task: TuningTask, limits: Limits) -> dict[TileConfig, list[float]]:
@@ -236,7 +247,7 @@ def _record(path: Path, limits: Limits, task: TuningTask, samples: dict[TileConf
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def check_noise(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
+def check_noise(spec: WorkerSpec, seconds: float, out: Path | None) -> Checked:
     """The default against itself, and against itself slowed down by 5%."""
     until = time.monotonic() + seconds
     told = Counter[str]()
@@ -258,17 +269,18 @@ def check_noise(spec: WorkerSpec, seconds: float, out: Path | None) -> str:
             told["planted" if number % 2 else "equal"] += 1
             if outcome.winner == "candidate":
                 told["found" if number % 2 else "false"] += 1
+    good = told["false"] <= 0.05 * told["equal"] and told["found"] >= 0.95 * told["planted"] > LEAST_RACES
     return (
         f"A/A: {told['false']} false of {told['equal']} (at most 5%); "
         f"5% slow-down: {told['found']} found of {told['planted']} (at least 95%)"
-    )
+    ), good
 
 
 def _mean(ratios: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, ratios))) if ratios else 1.0
 
 
-CHECKS: dict[str, Callable[[WorkerSpec, float, Path | None], str]] = {
+CHECKS: dict[str, Callable[[WorkerSpec, float, Path | None], Checked]] = {
     "tune": check_tune,
     "resources": check_resources,
     "held": check_held,
@@ -277,7 +289,7 @@ CHECKS: dict[str, Callable[[WorkerSpec, float, Path | None], str]] = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=CHECKS)
     parser.add_argument("--seconds", type=float, default=60, help="for each part (default: %(default)s)")
@@ -285,11 +297,14 @@ def main() -> None:
     parser.add_argument("--factory", help="module:callable of another Bench, to try this without a GPU")
     arguments = parser.parse_args()
     spec = WorkerSpec(arguments.factory, threads=2) if arguments.factory else visible_gpus()[0]
+    status = 0
     for part in arguments.parts:
         began = time.monotonic()
-        said = CHECKS[part](spec, arguments.seconds, arguments.out)
-        print(f"{part} ({time.monotonic() - began:.0f} s): {said}", flush=True)
+        said, good = CHECKS[part](spec, arguments.seconds, arguments.out)
+        print(f"{part} ({time.monotonic() - began:.0f} s{'' if good else ', not reached'}): {said}", flush=True)
+        status |= not good
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
