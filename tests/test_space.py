@@ -130,6 +130,12 @@ def test_quick_tasks_cover_what_is_common_first():
     assert len(default_tasks("full")) > len(tasks)
 
 
+def test_what_is_listed_twice_is_tuned_once():
+    twice = default_tasks("quick", ("forward",) * 2, ("tf32",) * 2, (64, 64), (700, 700))
+    assert twice == default_tasks("quick", ("forward",), ("tf32",), (64,), (700,))
+    assert twice[0].sizes == (Size(700, 11),)
+
+
 def test_a_size_is_that_of_the_measured_problem():
     task = TuningTask("backward", "tf32", 64, 128, True)
     problem = task.problem(Size(300, 7))

@@ -30,6 +30,7 @@ from filelock import FileLock
 
 from cupyflash.tuning import results, tune
 from cupyflash.tuning.driver import CandidateFailed, Worker, WorkerError, WorkerSpec
+from cupyflash.tuning.progress import Silent
 from cupyflash.tuning.report import render
 from cupyflash.tuning.results import Winner
 from cupyflash.tuning.session import ResumeError, Session
@@ -318,11 +319,57 @@ def test_budget_is_kept_and_what_is_known_is_legal(tmp_path):
     assert all(true_seconds(w.task, w.config, w.size) < true_seconds(w.task, w.default, w.size) for w in gained)
 
 
+class Told(Silent):
+    """Remembers how far a tune said that it was."""
+
+    def __init__(self):
+        self.done = []
+
+    def update(self, done, doing):
+        self.done.append(done)
+
+
+def test_what_is_finished_already_is_not_waited_for(tmp_path):
+    tune([TINY], workers=[fake()], folder=tmp_path, store=False)
+    told = Told()
+    tune([TINY, SMALL], workers=[fake()], folder=tmp_path, store=False, resume=True, progress=told)
+    assert told.done == sorted(told.done)
+    assert told.done[-1] == 1.0
+
+
+def test_a_budget_that_is_half_used_up_is_half_of_the_tune(tmp_path):
+    tasks = default_tasks()
+    session = Session(tmp_path, tasks, {}, 100.0, time.monotonic() - 50.0)
+    try:
+        assert 0.5 <= session.progress([0.9]) < 0.8
+        assert session.progress([0.9] * len(tasks)) == pytest.approx(0.9)
+    finally:
+        session.close()
+
+
 def test_a_search_without_time_is_followed_by_a_race_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(Session, "search_until", lambda *_: time.monotonic())
     tasks = [dataclasses.replace(TINY, sizes=SIZES), SMALL]
     tuned = tune(tasks, budget=60.0, workers=[fake()], folder=tmp_path, store=False)
     assert {(w.task.name, w.size) for w in tuned.winners} == {(t.name, size) for t in tasks for size in t.sizes}
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"effort": "huge"}, r"effort is 'huge'; expected one of 'quick', 'full'"),
+        ({"regime": "cold"}, r"regime is 'cold'; expected one of 'eager', 'graph'"),
+        ({"budget": 0}, r"budget is 0; expected seconds above 0, or None"),
+        ({"tasks": []}, r"tasks is empty"),
+        ({"tasks": [TINY, dataclasses.replace(TINY, sizes=(Size(3000, 4),))]}, rf"tasks has {TINY.name} twice"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_starts(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tune(**{"tasks": [TINY], "workers": [WorkerSpec("fake_bench:Nothing")], "folder": tmp_path, **arguments})
 
 
 # ---- several GPUs

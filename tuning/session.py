@@ -40,6 +40,7 @@ class Session:
     ) -> None:
         """``began``: by ``time.monotonic``, from when on the budget counts; ``header``: what samples depend on."""
         self.folder = folder
+        self._began = began
         self._deadline = float("inf") if budget is None else began + budget
         self._pending = list(tasks)
         self._unfinished = len(tasks)
@@ -118,6 +119,13 @@ class Session:
     def is_over(self) -> bool:
         """Whether the budget is used up."""
         return time.monotonic() > self._deadline
+
+    def progress(self, done: Sequence[float]) -> float:
+        """Share of the tune that is over, by tasks or by time; ``done``: shares of those that this process began."""
+        with self._lock:  # what others have, or had finished before, is not waited for
+            total = self._unfinished + sum(share == 1.0 for share in done)
+        spent = (time.monotonic() - self._began) / (self._deadline - self._began)
+        return min(1.0, max(sum(done) / max(1, total), spent))
 
     # ---- what has been found out
 

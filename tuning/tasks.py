@@ -157,7 +157,7 @@ def default_tasks(
 def sizes(dtype: DtypeKind, lengths: Sequence[int] = ()) -> tuple[Size, ...]:
     """Problems that fill a GPU, of several lengths; if no lengths are given, also some that do not."""
     tokens = _TOKENS[dtype][0]
-    full = [Size(length, max(1, tokens // length)) for length in lengths or LENGTHS]
+    full = [Size(length, max(1, tokens // length)) for length in dict.fromkeys(lengths or LENGTHS)]
     return (*full, *([] if lengths else _SMALL))
 
 
@@ -168,7 +168,7 @@ def _listed(
         if dtype not in (dtypes or ("bfloat16", "tf32", "float32")):
             continue
         rare: tuple[Task, ...] = ("backward_dkv", "backward_dq")
-        for task, head_dim, masked in product(TASKS, head_dims or HEAD_DIMS, (True, False)):
+        for task, head_dim, masked in product(TASKS, dict.fromkeys(head_dims or HEAD_DIMS), (True, False)):
             asked = task in tasks or (not tasks and (effort == "full" or dtype == "bfloat16" or task not in rare))
             if asked:
                 yield task, dtype, head_dim, masked

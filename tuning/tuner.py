@@ -9,13 +9,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ..problem import one_of
 from ..resources import Limits
 from . import files, results, settings
 from .driver import Worker, WorkerError, WorkerSpec
@@ -86,13 +87,16 @@ def tune(
 
     Raises:
         WorkerError: no worker could be started.
-        ValueError: the GPUs are of several models, or the folder has a tune that cannot be resumed.
+        ValueError: an argument is wrong, the GPUs are of several models, or the folder has another kind of tune.
 
     Example:
         >>> tuned = tune(budget=600)  # doctest: +SKIP
     """
     began = time.monotonic()
+    one_of("effort", effort, get_args(Effort))
+    one_of("regime", regime, get_args(Regime))
     tasks = default_tasks(effort) if tasks is None else list(tasks)
+    _check(tasks, budget)
     progress = progress or Silent()
     specs = visible_gpus(regime) if workers is None else list(workers)
     with Crew(specs) as crew, progress:
@@ -110,10 +114,20 @@ def tune(
         }
         session = Session(where, tasks, header, budget, began)
         try:
-            _Tune(session, crew, tasks, limits, effort, seed, progress).run()
+            _Tune(session, crew, limits, effort, seed, progress).run()
             return _conclude(session, tasks, limits, identity, store, report, began)
         finally:
             session.close()
+
+
+def _check(tasks: Sequence[TuningTask], budget: float | None) -> None:
+    if budget is not None and not budget > 0:
+        raise ValueError(f"budget is {budget}; expected seconds above 0, or None")
+    if not tasks:
+        raise ValueError("tasks is empty; expected some of TuningTask, or None for the usual ones")
+    for name, count in Counter(task.name for task in tasks).items():
+        if count > 1:
+            raise ValueError(f"tasks has {name} twice; give one task all its sizes")
 
 
 class Crew:
@@ -157,7 +171,6 @@ class _Tune:
         self,
         session: Session,
         crew: Crew,
-        tasks: Sequence[TuningTask],
         limits: Limits,
         effort: Effort,
         seed: int,
@@ -165,7 +178,6 @@ class _Tune:
     ) -> None:
         self._session, self._crew, self._limits = session, crew, limits
         self._effort, self._seed, self._progress = effort, seed, progress
-        self._total = len(tasks)
         self._done: dict[str, float] = {}
         self._errors: list[BaseException] = []
         self._stop = threading.Event()
@@ -216,7 +228,7 @@ class _Tune:
 
     def _tell(self, tuner: TaskTuner, done: float) -> None:
         self._done[tuner.task.name] = done
-        self._progress.update(sum(self._done.values()) / self._total, tuner.task.name)
+        self._progress.update(self._session.progress(list(self._done.values())), tuner.task.name)
 
 
 def describe(winner: Winner) -> str:
