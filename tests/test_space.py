@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 from dataclasses import replace
 
 import compiling
@@ -117,6 +118,12 @@ def test_wrong_options_are_usage_errors(arguments, message, capsys):
         main(["tune", *arguments])
     assert stopped.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_tuning_needs_is_named_before_it_starts(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(["tune"]) == 1
+    assert 'pip install "cupyflash[tune]"' in capsys.readouterr().err
 
 
 # ---- tasks

@@ -70,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
             print(line)
         return 0
     try:
+        import optuna  # noqa: F401 (before workers start, who have no use for it)
+
         from cupyflash.tuning.tuner import tune
     except ImportError as error:
         print(f"{NEEDS} ({error})", file=sys.stderr)
