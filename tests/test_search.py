@@ -1,7 +1,9 @@
 """The search asks for legal configurations, each once, and goes on after a kill as if there had been none."""
 
 import json
+import logging
 import math
+import threading
 
 import pytest
 
@@ -10,7 +12,7 @@ from cupyflash.tuning.space import Lattice, families, space
 from cupyflash.tuning.tasks import Size, TuningTask
 
 optuna = pytest.importorskip("optuna")
-from cupyflash.tuning.search import Study  # noqa: E402 (optuna first)
+from cupyflash.tuning.search import Study, _quiet  # noqa: E402 (optuna first)
 
 TASK = TuningTask("backward", "bfloat16", 64, 64, True)
 SPACE = families(space(TASK.task, TASK.problem(Size(512, 32)), KNOWN_GPUS["H200"]))["mma"]
@@ -130,3 +132,23 @@ def test_nearest_is_by_steps_of_the_axes():
     assert near != config
     assert sum(steps) <= 2
     assert lattice.nearest(lattice.point(config), set(SPACE)) is None
+
+
+def test_optuna_logs_as_before_when_two_threads_have_asked():
+    """The level is one for the process: who comes in between would take the other's for what was before."""
+    logger, entered, leave = logging.getLogger("optuna"), threading.Event(), threading.Event()
+    before = logger.level
+
+    def ask():
+        with _quiet():
+            entered.set()
+            leave.wait(10)
+
+    other = threading.Thread(target=ask)
+    with _quiet():
+        assert logger.level == logging.ERROR
+        other.start()
+        entered.wait(0.2)
+    leave.set()
+    other.join()
+    assert logger.level == before

@@ -19,6 +19,7 @@ from fake_bench import FACTORY, faults_of, key, true_seconds
 from scripted_runtime import FAULTS, ONLY_BACKWARD
 
 from cupyflash import dispatch, heuristics
+from cupyflash.cli import main
 from cupyflash.resources import KNOWN_GPUS, why_illegal
 from cupyflash.tiles import TileConfig
 from cupyflash.tuning import layers, store
@@ -370,6 +371,15 @@ def test_a_search_without_time_is_followed_by_a_race_all_the_same(tmp_path, monk
 def test_wrong_arguments_are_refused_before_anything_starts(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         tune(**{"tasks": [TINY], "workers": [WorkerSpec("fake_bench:Nothing")], "folder": tmp_path, **arguments})
+
+
+def test_a_folder_that_cannot_be_made_is_a_usage_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("cupyflash.tuning.tuner.visible_gpus", lambda _: [fake()])
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", "--out", str(tmp_path / "file" / "tune")])
+    assert stopped.value.code == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
 
 
 # ---- several GPUs

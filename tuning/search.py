@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from ..tiles import TileConfig
 from .journal import heal
 from .space import Lattice
 
+_quieting = threading.RLock()  # log and warnings are those of the whole process, and each GPU has a thread that asks
 _RANDOM_FIRST = 6  # proposals before there is a model; the known configurations count
 _FAILED_BEHIND = 0.5  # log seconds that a failed configuration is told to be behind the slowest
 
@@ -231,12 +233,12 @@ def _storage(path: Path) -> Any:
 def _quiet() -> Iterator[None]:
     """Without Optuna's log of every study and its warnings that features of ours are new."""
     logger = logging.getLogger("optuna")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="optuna")
-            warnings.filterwarnings("ignore", message=".*xperimental")
+    with _quieting, warnings.catch_warnings():
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module="optuna")
+        warnings.filterwarnings("ignore", message=".*xperimental")
+        try:
             yield
-    finally:
-        logger.setLevel(level)
+        finally:
+            logger.setLevel(level)

@@ -78,7 +78,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             return compare.run(options)
 
     if options.command == "tune":
-        with _told_by(tuning, ImportError, ValueError, RuntimeError):
+        with _told_by(tuning, ImportError, OSError, RuntimeError, ValueError):
             return tune.run(options)
 
     if options.command == "trace":
