@@ -17,6 +17,7 @@ from cupyflash.tuning.driver import WorkerSpec
 
 HERE = Path(__file__).parent
 RECORDINGS = sorted((HERE / "recorded").glob("*.json"))
+assert len(RECORDINGS) >= 2, "without samples nothing would be tested"
 
 
 def regrets(path, folder, tunes=5):

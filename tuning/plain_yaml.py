@@ -24,7 +24,7 @@ _SCALAR = re.compile(
     r"|(?P<whole>0|[1-9][0-9]*)"
     r"|(?P<real>[0-9]+\.[0-9]*(?:e[-+][0-9]+)?)"
     r"|'(?P<quoted>[^']*)'"
-    r"|(?P<hash>(?!0b)[0-9a-f]*[a-f][0-9a-f]*)"
+    r"|(?P<hash>(?!0b[01]+$)[0-9a-f]*[a-f][0-9a-f]*)"
     r"|(?P<version>[0-9]+\.[0-9]+\.[\w.]+)"
     r"|(?P<text>(?!(?i:yes|no|on|off|true|false|null)$)[a-zA-Z][\w.+/-]*(?: [\w.+/-]+)*)"
 )
