@@ -213,6 +213,28 @@ def test_import_says_what_it_leaves_out(write, run, tmp_path):
     assert len(entries(tmp_path / "winners" / "NVIDIA_H200.yaml")) == 1
 
 
+def test_import_and_merge_leave_out_what_the_gpu_cannot_run(write, run, tmp_path):
+    pytest.importorskip("filelock")
+    huge = dataclasses.replace(FAST, config=dataclasses.replace(FAST.config, Bc=1024))
+    path, kept = write("one.yaml", huge, CAUSAL), tmp_path / "winners" / "NVIDIA_H200.yaml"
+    assert huge.key == FAST.key
+    run("import", write("two.yaml", FAST))
+    for arguments in (("import", path), ("merge", path, write("three.yaml", FAST), "-o", tmp_path / "out.yaml")):
+        status, _, error = run(*arguments)
+        assert status == 1
+        assert re.fullmatch(rf"{path}: .* is never taken: needs .*, and left out\n", error)
+    for result in (kept, tmp_path / "out.yaml"):
+        assert [entry.config for entry in entries(result)] == [FAST.config, CAUSAL.config]
+
+
+def test_import_tells_of_a_device_that_is_not_what_its_name_says(write, run):
+    pytest.importorskip("filelock")
+    odd = dataclasses.replace(A100, sm_count=7)
+    status, said, _ = run("import", write("one.yaml", SLOW, device=odd))
+    assert status == 0
+    assert "its device is Limits(name='NVIDIA A100-SXM4-80GB', arch=80, " in said
+
+
 @pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("schema: 3", "schema is 3; this version")])
 def test_import_of_nothing(run, tmp_path, text, message):
     path = tmp_path / "x.yaml"

@@ -120,7 +120,7 @@ def import_(options: Namespace, current_gpu: CurrentGpu) -> int:
         raise ValueError("there is no home for a cache folder; set CUPYFLASH_CACHE_DIR to one")
     complaints: list[str] = []
     for path in options.files:
-        winners, unusable = _read(path)
+        winners, unusable = _read_legal(path)
         complaints += unusable
         new = _signed(path, winners)
         target = folder / files.file_name(new.device.name)
@@ -136,7 +136,7 @@ def _merged(new: Winners, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 def merge_(options: Namespace, current_gpu: CurrentGpu) -> int:
     """Makes one file of several."""
-    read = [(path, *_read(path)) for path in options.files]
+    read = [(path, *_read_legal(path)) for path in options.files]
     merged = reduce(merge, (_signed(path, winners) for path, winners, _ in read))
     _write(options.out, merge(merged, merged))
     return _report([complaint for *_, complaints in read for complaint in complaints])
@@ -153,8 +153,8 @@ def check(options: Namespace, current_gpu: CurrentGpu) -> int:
             winners, errors = None, [str(error)]
         notes = []
         if winners is not None:
-            errors += [f"{path}: {line}" for line in _illegal(winners)]
-            notes = [f"{path}: {line}" for line in _doubtful(winners)]
+            errors += [f"{path}: {line}" for _, line in _illegal(winners)]
+            notes = [f"{path}: {line}" for line in (*_odd_device(winners), *_stale(winners))]
             print(f"{path}: {len(winners.entries)} entries for {winners.device.name}")
         for line in notes:
             print(line)
@@ -237,6 +237,16 @@ def _read(path: Path) -> tuple[Winners, list[str]]:
     return contents.winners, complaints
 
 
+def _read_legal(path: Path) -> tuple[Winners, list[str]]:
+    """The same without what its GPU cannot run, which might count as the better one. Tells of an odd device."""
+    winners, complaints = _read(path)
+    illegal = dict(_illegal(winners))
+    complaints += [f"{path}: {line}, and left out" for line in illegal.values()]
+    for line in _odd_device(winners):
+        print(f"{path}: {line}")
+    return Winners(winners.device, tuple(e for e in winners.entries if e not in illegal)), complaints
+
+
 def _write(path: Path, winners: Winners) -> None:
     text = files.text_of(winners)
     if str(path) == "-":
@@ -276,17 +286,20 @@ def _all_files() -> Iterator[Path]:
             yield from sorted(folder.glob("*.yaml"))
 
 
-def _illegal(winners: Winners) -> Iterator[str]:
+def _illegal(winners: Winners) -> Iterator[tuple[Entry, str]]:
     for entry in winners.entries:
         reason = resources.why_illegal(entry.kind.task, entry.config, _example(entry.kind), winners.device)
         if reason is not None:
-            yield f"{entry.kind}, {describe_config(entry.config)}, is never taken: {reason}"
+            yield entry, f"{entry.kind}, {describe_config(entry.config)}, is never taken: {reason}"
 
 
-def _doubtful(winners: Winners) -> Iterator[str]:
+def _odd_device(winners: Winners) -> Iterator[str]:
     known = {limits.name: limits for limits in KNOWN_GPUS.values()}.get(winners.device.name)
     if known is not None and known != winners.device:
         yield f"its device is {winners.device}; known is {known}"
+
+
+def _stale(winners: Winners) -> Iterator[str]:
     for entry in winners.entries:
         if is_stale(entry.config.family, entry.kind.task, entry.measured.kernel):
             yield (
