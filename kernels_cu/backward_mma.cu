@@ -190,7 +190,9 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
             };
             compute_P_dS(Constant<false>());
             const bool masked = kBand && kBoundary && (kPeel || !band.all_visible(queries, keys));
-            if (masked) {  // a query with NaN or infinity in its q or dO has such an LSE or delta
+            if (masked) {  // a query with NaN or infinity in its q or dO has such an LSE or delta, but for a cap
+                if constexpr (kCapHides)
+                    hidden_nonfinite = has_nonfinite(shared.in.Q[stage]);
                 for (u32 n = thread_index(); n < kBr; n += kThreads)
                     hidden_nonfinite |= !is_finite(shared.in.lse[stage][n]) || !is_finite(shared.in.delta[stage][n]);
                 hidden_nonfinite |= shared.key_nonfinite;

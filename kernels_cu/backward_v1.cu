@@ -203,7 +203,9 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_v1(PARAMS(BackwardParams) param
                     dP.each([&](float& ds) { too_large |= overflows(ds); });
                 if (kBand && !band.all_visible(queries, keys)) {
                     hidden_nonfinite = shared.nonfinite_key;
-                    // A query with NaN or infinity in its q or dO has such an LSE or delta.
+                    // A query with NaN or infinity in its q or dO has such an LSE or delta, but for a cap.
+                    if constexpr (kCapHides)
+                        hidden_nonfinite |= has_nonfinite(shared.in.Q[stage]);
                     for (u32 n = thread_index(); n < kBr; n += kThreads)
                         hidden_nonfinite |=
                             !is_finite(shared.in.lse[stage][n]) || !is_finite(shared.in.delta[stage][n]);

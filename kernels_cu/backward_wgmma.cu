@@ -541,7 +541,8 @@ DEVICE void Consumer::compute() {
         }
         store_transposed(shared.dS[buffer], 0, index, dS);
         fence_async_shared();
-        if (kBand && (rare & kNonfinite) != 0 && !band.all_visible(queries_of(first_query), work_keys())) {
+        if (kBand && may_be_nonfinite(rare) && !band.all_visible(queries_of(first_query), work_keys()) &&
+            has_nonfinite_rows(rare, shared.Q[ring.at])) {
             clean_rows();
             cleaned = true;
         }

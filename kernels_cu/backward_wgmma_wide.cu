@@ -214,7 +214,8 @@ struct Consumer {
 
     /// Where rows hidden from some key are not finite: of the current tile, once S and dP are computed. Both warpgroups.
     DEVICE void clean_rows(u32 rare) {
-        if (!kBand || (rare & kNonfinite) == 0 || band.all_visible(queries_of(first_query), work.keys))
+        if (!kBand || !may_be_nonfinite(rare) || band.all_visible(queries_of(first_query), work.keys) ||
+            !has_nonfinite_rows(rare, shared.Q[ring.at]))
             return;
         constexpr u32 kCount = 2 * 128;  // neighbours
         const u32 index = thread_index() - (kDqFirst ? 128 : 0);

@@ -268,6 +268,11 @@ def hidden_gradient(problem, q, k, v, dout):
     dout[0, 0, :, 4] = np.nan
 
 
+def capped_infinity(problem, q, k, v, dout):
+    """In two queries: a cap keeps their scores, LSE and delta finite. What they do not see has finite gradients."""
+    q[0, 0, :, 3], q[0, -1, :, -1] = np.inf, -np.inf
+
+
 def infinite_key(problem, q, k, v, dout):
     """A key whose score is -inf: it weighs nothing where it is seen."""
     q[..., 0] = np.abs(q[..., 0]) + 0.5
@@ -307,7 +312,8 @@ NUMBERS = {
     f.__name__.replace("_", " "): f
     for f in (
         *(normal, large, falling, falling_gently, rising, far_below, huge, steep, steep_heads, overflow, biased),
-        *(hidden_key, hidden_value, hidden_query, hidden_gradient, infinite_key, infinite_keys, infinite_value),
+        *(hidden_key, hidden_value, hidden_query, hidden_gradient, capped_infinity),
+        *(infinite_key, infinite_keys, infinite_value),
         *(nan_in_a_few_values, largest, largest_hidden),
     )
 }
@@ -583,6 +589,13 @@ CASES = {
         *(Case("v1", "plain", (40, 66, 2, 2, 1), layout=layout) for layout in ("far batches", "far rows")),
         *(Case(kind, "causal", (70, 98), "large") for kind in ("half", "bfloat", "tf32", "float", "split")),
         *(Case(kind, "plain", (33, 130), "falling") for kind in ("half", "tf32", "float", "split")),
+        *(
+            Case(kind, "softcap", (70, 70), "capped infinity")
+            for kind in (
+                *("half", "half narrow", "bfloat wide", "tf32", "split", "split registers", "float"),
+                *("v1", "v1 narrow", "v1 tf32", *BACKWARD_HOPPER),
+            )
+        ),
         # dQ of such a row is a failure on record: see test_case_29 of test_failure_cases.py.
         *(Case(kind, "causal", (20, 20), "infinite keys", gradients=("dk", "dv")) for kind in ("half", "float")),
         *(Case("split", "plain", (40, 70), numbers) for numbers in ("far below", "rising")),

@@ -6,6 +6,7 @@
 #include "platform/convert.cuh"
 #include "platform/thread.cuh"
 #include "platform/types.cuh"
+#include "score.cuh"
 #include "traits.cuh"
 
 /// Puts the elements (k, col) of a matrix that are not finite, k in `range`, into the rows of a result tile that saw them:
@@ -33,6 +34,9 @@ DEVICE void restore_nonfinite(Tile& result, const typename Tile::Element* matrix
     block_sync();
 }
 
+// A cap keeps LSE and delta finite where q is infinite, so that these do not tell of it.
+constexpr bool kCapHides = kBand && kScoreKind == 2;
+
 /// Replaces every NaN and infinity of the tile by 0; all threads of the block, with a barrier before and after.
 template <typename Tile>
 DEVICE void clear_nonfinite(Tile& tile) {
@@ -45,17 +49,23 @@ DEVICE void clear_nonfinite(Tile& tile) {
     block_sync();
 }
 
-/// Whether the tile has a NaN or an infinity; all threads of the block, which agree on the answer.
-template <typename Tile>
-DEVICE bool has_nonfinite(const Tile& tile) {
+/// Whether the tile has a NaN or an infinity in the share of thread `index` of `threads`.
+template <u32 kAtOnce, typename Tile>
+DEVICE bool finds_nonfinite(const Tile& tile, u32 index, u32 threads) {
     bool nonfinite = false;
-#pragma unroll 4
-    for (u32 n = thread_index(); n < sizeof(tile.data) / sizeof(uint4); n += kThreads) {
+#pragma unroll kAtOnce
+    for (u32 n = index; n < sizeof(tile.data) / sizeof(uint4); n += threads) {
         const uint4 word = reinterpret_cast<const uint4*>(tile.data)[n];
         const auto* elements = reinterpret_cast<const typename Tile::Element*>(&word);
 #pragma unroll
         for (u32 e = 0; e < sizeof(uint4) / sizeof(elements[0]); ++e)
             nonfinite |= !is_finite(to_float(elements[e]));
     }
-    return block_any(nonfinite);
+    return nonfinite;
+}
+
+/// Whether the tile has any; all threads of the block, which agree on the answer.
+template <typename Tile>
+DEVICE bool has_nonfinite(const Tile& tile) {
+    return block_any(finds_nonfinite<4>(tile, thread_index(), kThreads));
 }

@@ -2,9 +2,23 @@
 // finite become 0 in shared memory once S and dP are computed, and are put back into the results that saw them at the end.
 #pragma once
 #include "band.cuh"
+#include "hidden.cuh"
 #include "platform/convert.cuh"
 #include "platform/thread.cuh"
+#include "query_rows.cuh"
 #include "traits.cuh"
+
+/// Whether LSE and delta leave it open that a tile's rows have NaN or infinity.
+DEVICE bool may_be_nonfinite(u32 rare) { return kCapHides || (rare & kNonfinite) != 0; }
+
+/// Whether they have; one warp, as yet all of them find the same.
+template <typename Tile>
+DEVICE bool has_nonfinite_rows(u32 rare, const Tile& Q) {
+    if constexpr (!kCapHides)
+        return true;
+    // Opaque, lest addresses for rare tiles take registers in all.
+    return (rare & kNonfinite) != 0 || warp_any(finds_nonfinite<1>(Q, opaque(lane_index()), 32));
+}
 
 /// The share of thread `index` of `threads` in a tile.
 template <typename Tile>

@@ -206,6 +206,15 @@ FAULTS = [
         "half, plain, 40x70, overflow",
     ),
     fault(
+        "backward: q that a cap makes finite",
+        "backward_mma.cu",
+        "hidden_nonfinite = has_nonfinite(shared.in.Q[stage]);",
+        "hidden_nonfinite = false;",
+        "a hidden infinity reaches dK",
+        "half, softcap, 70x70, capped infinity",
+        "split, softcap, 70x70, capped infinity",
+    ),
+    fault(
         "backward: dO is not cleaned",
         "backward_mma.cu",
         "clear_nonfinite(shared.in.dO[stage]);",

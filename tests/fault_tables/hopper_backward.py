@@ -161,6 +161,23 @@ FAULTS = [
         "backward hopper roles, softcap, 130x150x1x4x1",
     ),
     fault(
+        "backward wgmma: q that a cap makes finite",
+        "include/hidden_rows.cuh",
+        "warp_any(finds_nonfinite<1>(Q, opaque(lane_index()), 32))",
+        "false",
+        "a hidden infinity reaches dK",
+        "backward hopper, softcap, 70x70, capped infinity",
+        "backward hopper roles, softcap, 70x70, capped infinity",
+    ),
+    fault(
+        "backward wgmma: each lane for itself looks for infinities in q",
+        "include/hidden_rows.cuh",
+        "warp_any(finds_nonfinite<1>(Q, opaque(lane_index()), 32))",
+        "finds_nonfinite<1>(Q, opaque(lane_index()), 32)",
+        "who finds none does not meet the others",
+        "backward hopper, softcap, 70x70, capped infinity",
+    ),
+    fault(
         "backward wgmma: hidden rows that are not finite",
         "backward_wgmma.cu",
         "            clean_rows();\n",

@@ -263,6 +263,14 @@ FAULTS = [
         "v1, causal, 130x40x2x2x1",
     ),
     fault(
+        "v1 backward: q that a cap makes finite",
+        "backward_v1.cu",
+        "hidden_nonfinite |= has_nonfinite(shared.in.Q[stage]);",
+        "",
+        "a hidden infinity reaches dK",
+        "v1, softcap, 70x70, capped infinity",
+    ),
+    fault(
         "v1 backward: a hidden key reaches dQ",
         "backward_v1.cu",
         "hidden_nonfinite = shared.nonfinite_key;",
