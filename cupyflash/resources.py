@@ -26,7 +26,7 @@ _PANEL_ALIGNMENT = 1024
 _TILE_BYTES = 144
 _CLUSTER_BYTES = 48  # more in a cluster, whose units have marks for two tiles each
 _LARGEST_CLUSTER = 2
-_CONSUMER_REGISTERS = {2: 232, 3: 160}  # per thread, by the number of consumer warpgroups
+_CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}  # per thread, by the number of consumer warpgroups
 _BACKWARD_CONSUMERS = 2
 _WORKS, _WORK_BYTES = 2, 32  # announced ahead, kernels_cu/backward_wgmma.cu
 _BACKWARD_CONSUMER_REGISTERS = 240
@@ -287,7 +287,7 @@ def _why_not_wgmma(task: Task, config: TileConfig, problem: Problem, limits: Lim
     if task != "forward":
         return _why_not_wgmma_backward(task, config, problem)
     if config.warps % 4 or _consumers(config) not in _CONSUMER_REGISTERS:
-        return f"{config.warps} warps; a producer and two or three consumer warpgroups are 12 or 16"
+        return f"{config.warps} warps; a producer and two to four consumer warpgroups are 12, 16 or 20"
     if config.Br != 64 * _consumers(config):
         return f"Br is {config.Br}; each of {_consumers(config)} consumer warpgroups has 64 rows"
     if config.Bc % 16 or not 16 <= config.Bc <= 256:

@@ -34,7 +34,9 @@
 constexpr u32 kConsumers = kWarps / 4 - 1;  // warpgroups; the last one produces
 static_assert(kBr == 64 * kConsumers, "each consumer owns 64 rows");
 constexpr u32 kProducerRegisters = kConsumers == 2 ? 40 : 32;
-constexpr u32 kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+constexpr u32 kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
+// They move within what the block is launched with, multiples of 8; who asks for more waits forever.
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 constexpr bool kStale = CF_STALE_MAXIMUM;
 constexpr bool kTurns = CF_TURNS && kConsumers > 1;
 constexpr bool kHalves = CF_HALVES && kBandLast;

@@ -111,6 +111,7 @@ KINDS = {
     "hopper": Kind("float16", (64, 64), wgmma(128, 32, 12, 2), gpu=TWO_SMS),
     "hopper wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, dynamic=False), gpu=TWO_SMS),
     "hopper three": Kind("bfloat16", (40, 24), wgmma(192, 48, 16, 2, turns=False), gpu=TWO_SMS),
+    "four consumers": Kind("bfloat16", (64, 48), wgmma(256, 32, 20, 2), gpu=TWO_SMS),
     "hopper maxima": Kind("float16", (64, 64), wgmma(128, 32, 12, 2, stale_maximum=False), gpu=TWO_SMS),
     "hopper pair": Kind(
         "bfloat16", (64, 64), wgmma(128, 32, 12, 2, cluster=2, halves=True), gpu=FOUR_SMS, schedules=TOGETHER
@@ -651,6 +652,9 @@ CASES = {
             for numbers in all_numbers
         ),
         Case("hopper", "causal", (260, 230, 2, 4, 2), layout="heads first aligned", gradients=()),
+        Case("four consumers", "plain", (300, 100, 2, 3, 3), "steep heads", gradients=()),
+        Case("four consumers", "causal", (520, 550, 1, 4, 2), "falling", gradients=()),
+        Case("four consumers", "window", (333, 97), "nan in a few values", gradients=()),
         # An even number of heads that share no keys; of three tiles the last one has no neighbour.
         Case("hopper pair", "causal", (300, 200, 1, 4, 4), "steep heads", gradients=()),
         # Most units see no key, and so wait for nothing.

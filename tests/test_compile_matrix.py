@@ -164,6 +164,11 @@ def hopper_matrix():
         ({"forward": dataclasses.replace(consumers[d], stale_maximum=stale, turns=turns)}, {"d": d, "band": band})
         for d, band, (stale, turns) in product(consumers, ("none", "causal"), ((False, True), (True, False)))
     ]
+    four = TileConfig("wgmma", 256, 64, 20, 3)
+    cases["four consumers"] = [
+        ({"forward": four}, {"d": 64, "dtype": dtype, "band": band})
+        for dtype, band in product(("float16", "bfloat16"), ("none", "causal", "window"))
+    ]
     pairs = {d: dataclasses.replace(config, cluster=2) for d, config in consumers.items()}
     pairs[256] = TileConfig("wgmma", 128, 64, 12, 2, cluster=2)
     cases["clusters"] = [

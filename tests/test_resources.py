@@ -306,9 +306,9 @@ def test_why_not_on_hoppers_tensor_cores(limits, task, p, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"warps": 8}, "8 warps; a producer and two or three consumer warpgroups are 12 or 16"),
-        ({"warps": 13}, "13 warps; a producer and two or three consumer warpgroups are 12 or 16"),
-        ({"warps": 20}, "20 warps; a producer and two or three consumer warpgroups are 12 or 16"),
+        ({"warps": 8}, "8 warps; a producer and two to four consumer warpgroups are 12, 16 or 20"),
+        ({"warps": 13}, "13 warps; a producer and two to four consumer warpgroups are 12, 16 or 20"),
+        ({"warps": 24}, "24 warps; a producer and two to four consumer warpgroups are 12, 16 or 20"),
         ({"Br": 64}, "Br is 64; each of 2 consumer warpgroups has 64 rows"),
         ({"warps": 16}, "Br is 128; each of 3 consumer warpgroups has 64 rows"),
         ({"Bc": 40}, "Bc is 40; a product has a multiple of 16 keys, at most 256"),
