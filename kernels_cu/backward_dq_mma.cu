@@ -48,9 +48,9 @@ DEVICE void differentiate(ScoreTile& S, ScoreTile& dP, const Score& score, const
             }
 }
 
-/// dQ of one block's rows. kPlain: by products that take every float32; careful: hidden non-finite values of K are kept out.
+/// dQ of one block's rows. kRepair: by products that take every float32; careful: hidden non-finite values of K are kept out.
 /// Returns whether dQ is finite.
-template <bool kPlain>
+template <bool kRepair>
 DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const QueryWork work(params);
@@ -105,10 +105,10 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
         ScoreTile S, dP;
         S.clear();
         dP.clear();
-        warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.in.Q, warp_row),
-                                                         ColumnMajorB(shared.in.K[stage], 0));
-        warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.in.dO, warp_row),
-                                                          ColumnMajorB(shared.in.V[stage], 0));
+        warp_gemm<Element, kD / kStepK<Element>, kRepair>(S, RowMajorA(shared.in.Q, warp_row),
+                                                          ColumnMajorB(shared.in.K[stage], 0));
+        warp_gemm<Element, kDv / kStepK<Element>, kRepair>(dP, RowMajorA(shared.in.dO, warp_row),
+                                                           ColumnMajorB(shared.in.V[stage], 0));
         if (fused)
             differentiate<true>(S, dP, score, lse, delta);
         else
@@ -145,8 +145,8 @@ DEVICE bool differentiate_rows(const BackwardParams& params, bool careful) {
                 dQ.multiply(kShrinkFactor);
             }
         }
-        warp_gemm<Element, kBc / kStepK<Element>, kPlain>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
-                                                          RowMajorB<Element, true, 1, kBc, kD>(shared.in.K[stage], 0));
+        warp_gemm<Element, kBc / kStepK<Element>, kRepair>(dQ, RegisterA<Element, kM, kBc / 8>(dP),
+                                                           RowMajorB<Element, true, 1, kBc, kD>(shared.in.K[stage], 0));
         if (shrink)
             dQ.multiply(1.0f / kShrinkFactor);
         if (kStages == 1 && j > tiles.first) {

@@ -169,19 +169,19 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                         score_keys = keys.part(opaque(score_key), 16 * kScoreM);
             ScoreTile S, dP;
             bool hidden_nonfinite = false, too_large = false, unsplittable = false;
-            auto compute_P_dS = [&](auto plain) {
-                constexpr bool kPlain = decltype(plain)::value;
+            auto compute_P_dS = [&](auto repaired) {
+                constexpr bool kRepair = decltype(repaired)::value;
                 S.clear();
                 dP.clear();
                 // Of split float32 also pairs that do not see each other are looked at.
                 if (kBoundary && !kSplit && !band.any_visible(score_queries, score_keys))
                     return;
-                warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, RowMajorA(shared.in.K, score_key),
-                                                                 ColumnMajorB(shared.in.Q[stage], score_query));
-                warp_gemm<Element, kDv / kStepK<Element>, kPlain>(dP, RowMajorA(shared.in.V, score_key),
-                                                                  ColumnMajorB(shared.in.dO[stage], score_query));
+                warp_gemm<Element, kD / kStepK<Element>, kRepair>(S, RowMajorA(shared.in.K, score_key),
+                                                                  ColumnMajorB(shared.in.Q[stage], score_query));
+                warp_gemm<Element, kDv / kStepK<Element>, kRepair>(dP, RowMajorA(shared.in.V, score_key),
+                                                                   ColumnMajorB(shared.in.dO[stage], score_query));
                 differentiate(S, dP, score, shared.in.lse[stage] + score_query, shared.in.delta[stage] + score_query);
-                if constexpr (kSplit && !kPlain)
+                if constexpr (kSplit && !kRepair)
                     unsplittable = !dP.all_finite();
                 if (kBoundary && (!band.all_visible(score_queries, score_keys) || score_queries.end > params.seqlen_q))
                     hide(S, dP, band, score_queries.first, score_keys.first);
@@ -205,13 +205,13 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                     store_accumulator(shared_dS, dP, score_key, score_query);
             };
             share_P_dS();
-            bool careful = false, shrink = false, plain = false;
+            bool careful = false, shrink = false, repair = false;
             if (kMayOverflow || kSplit || masked) {
                 // P and dS are complete behind the barrier, and rare trouble is known to all.
                 if (block_any(hidden_nonfinite || too_large || unsplittable)) {
                     if constexpr (kSplit) {
-                        plain = block_any(unsplittable);
-                        if (plain) {
+                        repair = block_any(unsplittable);
+                        if (repair) {
                             compute_P_dS(Constant<true>());
                             share_P_dS();
                             block_sync();
@@ -236,31 +236,31 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                 block_sync();  // P and dS are complete
             }
 
-            auto accumulate_dK_dV = [&](auto plain_products) {
-                constexpr bool kPlain = decltype(plain_products)::value;
+            auto accumulate_dK_dV = [&](auto repaired) {
+                constexpr bool kRepair = decltype(repaired)::value;
                 const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kDv> dO_rows(shared.in.dO[stage], grad_col);
                 const RowMajorB<Element, kInRegisters, kWarpsGradD, kBr, kD> Q_rows(shared.in.Q[stage], grad_col);
                 if (!kBoundary || band.any_visible(queries, keys.part(opaque(grad_key), 16 * kGradM))) {
                     if constexpr (kInRegisters) {
-                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dV, RegisterA<Element, kScoreM, kScoreN>(S),
-                                                                          dO_rows);
-                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dK, RegisterA<Element, kScoreM, kScoreN>(dP),
-                                                                          Q_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kRepair>(dV, RegisterA<Element, kScoreM, kScoreN>(S),
+                                                                           dO_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kRepair>(dK, RegisterA<Element, kScoreM, kScoreN>(dP),
+                                                                           Q_rows);
                     } else {
-                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dV, RowMajorA(shared_P, grad_key), dO_rows);
-                        warp_gemm<Element, kBr / kStepK<Element>, kPlain>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kRepair>(dV, RowMajorA(shared_P, grad_key), dO_rows);
+                        warp_gemm<Element, kBr / kStepK<Element>, kRepair>(dK, RowMajorA(shared_dS, grad_key), Q_rows);
                     }
                 }
                 if (shrink)
                     dK.multiply(1.0f / kShrinkFactor);
             };
-            auto reduce_dQ = [&](auto plain_products) {
-                constexpr bool kPlain = decltype(plain_products)::value;
+            auto reduce_dQ = [&](auto repaired) {
+                constexpr bool kRepair = decltype(repaired)::value;
                 if (kBoundary && !band.any_visible(queries.part(opaque(dq_first_row()), 16 * kDqM), keys))
                     return;
                 DqTile dQ;
                 dQ.clear();
-                warp_gemm<Element, kBc / kStepK<Element>, kPlain>(
+                warp_gemm<Element, kBc / kStepK<Element>, kRepair>(
                     dQ, TransposedA(shared_dS, dq_first_row()),
                     RowMajorB<Element, false, kWarpsDqD, kBc, kD>(shared.in.K, dq_first_col()));
                 if (shrink)
@@ -269,14 +269,14 @@ KERNEL(kThreads, CF_BLOCKS_PER_SM) void backward_mma(PARAMS(BackwardParams) para
                 add_to_dq_sum(dq_sum_tile(params, batch, head, tile), dQ);
             };
             // The reductions of dQ drain under whatever follows them.
-            auto accumulate = [&](auto plain_products) {
+            auto accumulate = [&](auto repaired) {
                 if constexpr (kSumDq && kDqFirst)
-                    reduce_dQ(plain_products);
-                accumulate_dK_dV(plain_products);
+                    reduce_dQ(repaired);
+                accumulate_dK_dV(repaired);
                 if constexpr (kSumDq && !kDqFirst)
-                    reduce_dQ(plain_products);
+                    reduce_dQ(repaired);
             };
-            if (!plain) {
+            if (!repair) {
                 accumulate(Constant<false>());
             } else {
                 accumulate(Constant<kSplit>());

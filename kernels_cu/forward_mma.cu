@@ -32,8 +32,8 @@ struct SharedStorage {
     bool careful;  // hidden non-finite values of V are kept out
 };
 
-/// Attention of one block's rows. kPlain: by products that take every float32. Returns whether out is finite.
-template <bool kPlain>
+/// Attention of one block's rows. kRepair: by products that take every float32. Returns whether out is finite.
+template <bool kRepair>
 DEVICE bool attend(const ForwardParams& params, bool careful) {
     SharedStorage& shared = shared_storage<SharedStorage>();
     const QueryWork work(params);
@@ -83,7 +83,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
         Accumulator<kM, kBc / 8> S;
         if (sees) {
             S.clear();
-            warp_gemm<Element, kD / kStepK<Element>, kPlain>(S, Q, K_transposed);  // S = Q K_j^T
+            warp_gemm<Element, kD / kStepK<Element>, kRepair>(S, Q, K_transposed);  // S = Q K_j^T
             if constexpr (kScoreKind != 0)
                 S.each([&](float& s) { s = score(s); });
             if (!band.all_visible(rows, keys))
@@ -98,7 +98,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
             clear_nonfinite(shared.in.V);
         if (sees) {
             state.update(S, O);  // S becomes P = exp(S - m)
-            warp_gemm<Element, kBc / kStepK<Element>, kPlain>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j
+            warp_gemm<Element, kBc / kStepK<Element>, kRepair>(O, RegisterA<Element, kM, kBc / 8>(S), V);  // O += P V_j
         }
     }
     copy_async_wait<0>();
@@ -114,7 +114,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 const i32 query = at.queries.first + static_cast<i32>(own_row + O.row(m, 2 * half));
-                if (query < params.seqlen_q && !(kPlain && is_finite(lse[query])))
+                if (query < params.seqlen_q && !(kRepair && is_finite(lse[query])))
                     lse[query] = state.log_sum_exp(m, half);
             }
     }
@@ -125,7 +125,7 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
                                      [&](i32 key) { return band.queries_of(key).from(at.queries.first); });
     block_sync();
     Element* out = params.out + at.batch * params.out_batch_stride + at.head * params.out_head_stride;
-    if constexpr (kPlain) {
+    if constexpr (kRepair) {
         keep_finite<kHeadDimV>(shared.O, out, params.out_row_stride, at.queries.first, params.seqlen_q);
         block_sync();
     }
@@ -134,17 +134,19 @@ DEVICE bool attend(const ForwardParams& params, bool careful) {
 }
 
 KERNEL(kThreads, CF_BLOCKS_PER_SM) void forward_mma(PARAMS(ForwardParams) params) {
-    // A result that is not finite may be the fault of a hidden NaN in V: those rows are computed once more, with care.
-    bool careful = false, finite;
-#pragma unroll 1
-    while (!(finite = attend<false>(params, careful)) && kBand && !careful) {
-        careful = true;
-        block_sync();  // the first run still reads shared memory
-    }
-    // Or of a float32 that cannot be split: what is not finite is taken from a run that does without.
-    if constexpr (kSplit)
-        if (!finite) {
-            block_sync();
+    // A result that is not finite may be the fault of a hidden NaN in V, or of a float32 that cannot be split: those rows are
+    // computed once more, with care.
+    if constexpr (kSplit) {
+        if (!attend<false>(params, false)) {
+            block_sync();  // the first run still reads shared memory
             attend<true>(params, kBand);
         }
+        return;
+    }
+    bool careful = false;
+#pragma unroll 1
+    while (!attend<false>(params, careful) && kBand && !careful) {
+        careful = true;
+        block_sync();
+    }
 }

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from oracles import DTYPES
 
+from cupyflash import dispatch
+
 GUARD = -0.0  # changes its sign even when a 0 is added to it
 
 try:
@@ -60,6 +62,10 @@ class Backend:
             pytest.skip(f"{self.name} has head dims up to {self.max_head_dim}")
         if self.max_scores and problem.scores > self.max_scores:
             pytest.skip(f"{self.name} would take too long")
+
+    def splits(self, problem):
+        """Whether the forward computes exact float32 by products of TF32 parts, which hold 23 of its 24 bits."""
+        return False
 
     def forward(self, problem, q, k, v):
         """(out, lse) of (B, S, H, D) arrays, in the dtype of the problem."""
@@ -111,6 +117,11 @@ class KernelBackend(Backend):
         super().require(problem)
         if self.algorithm == "v1" and problem.dtype == "float32" and problem.precision == "ieee":
             pytest.skip(f"{self.name} has no exact float32")
+
+    def splits(self, problem):
+        problem = dataclasses.replace(problem, algorithm=self.algorithm)
+        config, _ = dispatch.choose("forward", problem, self._engine._runtime.limits(), self._tiles)
+        return config.family == "mma" and problem.is_exact
 
     @staticmethod
     def unit_stride(array):

@@ -85,6 +85,21 @@ def assert_bitwise(got, expected, what="result"):
     assert same.all(), f"{what} differs in {np.count_nonzero(~same)} bytes, by at most {max_error(got, expected):.3g}"
 
 
+def assert_lone_value(out, v, splits=False):
+    """A key that is seen alone weighs exactly 1: out is v, bit by bit.
+
+    splits: float32 as a TF32 number of 11 bits, rounded to nearest, and a rest of at most 12 bits, of which the tensor
+    core takes 11: what it drops is below 2^-23 of v. Its sum of the two parts cuts off no more than that once again.
+    """
+    if not splits:
+        assert_bitwise(out, v)
+        return
+    assert out.dtype == v.dtype == np.float32
+    out, v = out.astype(np.float64), v.astype(np.float64)
+    wrong = ~(np.abs(out - v) <= 2.0**-22 * np.abs(v))
+    assert not wrong.any(), f"out is off by {np.abs(out - v)[wrong].max():.3g} from the only value"
+
+
 # ---- a naive implementation in the dtype of the data: every intermediate array is rounded to it
 
 

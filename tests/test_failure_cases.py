@@ -15,6 +15,7 @@ from oracles import (
     Answer,
     assert_bitwise,
     assert_close,
+    assert_lone_value,
     assert_lse_close,
     assert_same_strangeness,
     check,
@@ -211,17 +212,24 @@ def test_case_11_right_window_beyond_the_keys_is_a_window(backend):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_case_13_window_of_one_key(backend, dtype):
-    """out is v bit by bit, dv is dout, and dq and dk are 0."""
+    """out is v, dv is dout, and dq and dk are 0."""
     q, k, v = qkv(2, 6, 6, 2, 2, 32, dtype)
     problem = Problem.of(q, k, v, window=(0, 0))
     out, lse = backend.forward(problem, q, k, v)
-    assert_bitwise(out, v)
+    assert_lone_value(out, v, backend.splits(problem))
     scores = np.einsum("bshd,bshd->bhs", q.astype(float), k.astype(float)) * problem.scale
     assert_lse_close(lse, scores)
     dout = randn(*v.shape, dtype=dtype)
     dq, dk, dv = backend.backward(problem, dout, q, k, v, out, lse)
-    assert max_error(dq, np.zeros(q.shape)) < 1e-6
-    assert max_error(dk, np.zeros(q.shape)) < 1e-6
+    if backend.splits(problem):
+        # dP = dO v is off by 2^-22 for low_a low_b and twice 2^-23 for what is cut off the rests, delta by 2^-22 for
+        # out, of the sum of the products' sizes; as much again for rounding. The difference is all of dS.
+        bound = 2.0**-20 * problem.scale * np.abs(dout.astype(float) * v).sum(axis=-1, keepdims=True)
+        assert (np.abs(dq) <= bound * np.abs(k)).all()
+        assert (np.abs(dk) <= bound * np.abs(q)).all()
+    else:
+        assert max_error(dq, np.zeros(q.shape)) < 1e-6
+        assert max_error(dk, np.zeros(q.shape)) < 1e-6
     np.testing.assert_allclose(dv.astype(float), dout.astype(float), rtol=1e-6)
 
 

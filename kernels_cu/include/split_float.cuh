@@ -24,6 +24,42 @@ DEVICE void split(const u32 (&bits)[4], u32 (&high)[4], u32 (&low)[4]) {
     }
 }
 
+/// Fragment (m, 2 n + j) of the products of kStepsPerSum steps, from `first` on, by multiply-adds that take every float32.
+/// Operands pass between lanes, from where mma expects them.
+template <typename A, typename B>
+DEVICE void multiply_plainly(float (&sum)[4], const A& A_operand, const B& B_operand, u32 m, u32 n, u32 j, u32 first) {
+    const u32 g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+    for (u32 s = 0; s < kStepsPerSum; ++s) {
+        u32 a[4], b[4];
+        A_operand.load(a, m, first + s);
+        B_operand.load(b, n, first + s);
+#pragma unroll 1
+        for (u32 k = 0; k < 4; ++k)
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) {
+                    const float row = shuffle(bits_to_float(a[2 * half + e / 2]), 4 * g + k);
+                    const float column = shuffle(bits_to_float(b[2 * j + half]), 4 * (2 * t + e % 2) + k);
+                    sum[e] = multiply_add(row, column, sum[e]);
+                }
+    }
+}
+
+/// Replaces what is not finite in a fragment of split sums by plain ones. What is finite has met nothing that cannot be split,
+/// and keeps its bits.
+template <typename A, typename B>
+DEVICE void repair(float (&sum)[4], const A& A_operand, const B& B_operand, u32 m, u32 n, u32 j, u32 first) {
+    if (!warp_any(!(is_finite(sum[0]) && is_finite(sum[1]) && is_finite(sum[2]) && is_finite(sum[3]))))
+        return;
+    float plain[4] = {};
+    multiply_plainly(plain, A_operand, B_operand, m, n, j, first);
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e)
+        sum[e] = is_finite(sum[e]) ? sum[e] : plain[e];
+}
+
 /// D += A B of float32 operands, over kSteps steps of eight. A in shared memory: the loop over k stays one, or the compiler
 /// fetches more ahead than it has registers for.
 template <u32 kSteps, typename A, typename B, typename Tile>
@@ -76,8 +112,48 @@ DEVICE void split_gemm(Tile& D, A A_operand, B B_operand) {
     }
 }
 
-/// D += A B by multiply-adds, for rare tiles with numbers that cannot be split. Operands pass between lanes, from where mma
-/// expects them.
+/// The same, bit by bit, where sums are finite, and the others by plain multiply-adds: for rare tiles with numbers that cannot
+/// be split. Operands are fetched and split for each fragment anew, which takes time in place of registers.
+template <u32 kSteps, typename A, typename B, typename Tile>
+DEVICE void repaired_gemm(Tile& D, A A_operand, B B_operand) {
+    constexpr u32 kUnroll = A::kInMemory ? 1 : kSteps;  // registers are not counted through
+#pragma unroll kUnroll
+    for (u32 first = 0; first < kSteps; first += kStepsPerSum)
+#pragma unroll
+        for (u32 m = 0; m < Tile::kM; ++m)
+#pragma unroll
+            for (u32 n = 0; n < Tile::kN / 2; ++n) {
+                A_operand.forget();
+                B_operand.forget();
+                float sum[2][4] = {};
+#pragma unroll
+                for (u32 s = 0; s < kStepsPerSum; ++s) {
+                    u32 a[4], a_high[4], a_low[4], b[4], b_high[4], b_low[4];
+                    A_operand.load(a, m, first + s);
+                    B_operand.load(b, n, first + s);
+                    for (u32& bits : a)
+                        bits = opaque(bits);
+                    split(a, a_high, a_low);
+                    split(b, b_high, b_low);
+#pragma unroll
+                    for (u32 j = 0; j < 2; ++j) {
+                        mma<float>(sum[j], a_low, b_high[2 * j], b_high[2 * j + 1]);
+                        mma<float>(sum[j], a_high, b_low[2 * j], b_low[2 * j + 1]);
+                        mma<float>(sum[j], a_high, b_high[2 * j], b_high[2 * j + 1]);
+                    }
+                }
+#pragma unroll
+                for (u32 j = 0; j < 2; ++j) {
+                    repair(sum[j], A_operand, B_operand, m, n, j, first);
+#pragma unroll
+                    for (u32 e = 0; e < 4; ++e)
+                        D.x[m][2 * n + j][e] += sum[j][e];
+                }
+            }
+}
+
+/// D += A B by multiply-adds, for rare tiles where nobody needs the bits of split sums. Operands pass between lanes, from where
+/// mma expects them.
 template <u32 kSteps, typename A, typename B, typename Tile>
 DEVICE void plain_gemm(Tile& D, A A_operand, B B_operand) {
     constexpr u32 kUnroll = A::kInMemory ? 1 : kSteps;  // registers are not counted through

@@ -2,6 +2,7 @@
 // A step along the summed index k is two 16-byte chunks: 16 elements of 16 bits, or 8 of 32. float32 is rounded to TF32 on
 // the way in, or split into two TF32 numbers (see split_float.cuh).
 #pragma once
+#include "band.cuh"
 #include "platform/convert.cuh"
 #include "platform/ldmatrix.cuh"
 #include "platform/math.cuh"
@@ -289,11 +290,14 @@ DEVICE void rounded_gemm(Tile& D, const A& A_operand, const B& B_operand) {
     }
 }
 
-/// D += A B over kSteps steps of k. kPlain: of split float32 the product by multiply-adds, see plain_gemm.
-template <typename T, u32 kSteps, bool kPlain = false, typename A, typename B, typename Tile>
+/// D += A B over kSteps steps of k. kRepair: of split float32 also what cannot be split. Where a mask keeps rows from such
+/// numbers they keep their bits, too; where all see all nobody asks for that, and plain products take fewer registers.
+template <typename T, u32 kSteps, bool kRepair = false, typename A, typename B, typename Tile>
 DEVICE void warp_gemm(Tile& D, const A& A_operand, const B& B_operand) {
     static_assert(Tile::kN % 2 == 0, "B comes in pairs of eight columns");
-    if constexpr (kPlain)
+    if constexpr (kRepair && kBand)
+        repaired_gemm<kSteps>(D, A_operand, B_operand);
+    else if constexpr (kRepair)
         plain_gemm<kSteps>(D, A_operand, B_operand);
     else if constexpr (kSplit)
         split_gemm<kSteps>(D, A_operand, B_operand);
