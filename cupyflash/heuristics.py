@@ -169,14 +169,13 @@ def rivals(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     return [config for config in _v1_list(task, problem) if why_illegal(task, config, problem, limits) is None][:1]
 
 
-def split_pays(problem: Problem, limits: Limits) -> bool:
+def split_pays(limits: Limits) -> bool:
     """Whether exact float32 is computed by three TF32 products on tensor cores in place of float32 ones without.
 
     By data sheets TF32 is 7 or 8 times as fast as float32 on these two GPUs, on most others at most twice. On 10.0 the
-    tiles spill registers. With a mask, a tile that meets what cannot be split (NaN, infinity) would be computed
-    otherwise, and rows that do not see it had other last bits: there, rows keep theirs.
+    tiles spill registers.
     """
-    return limits.arch in (80, 90) and not problem.is_masked
+    return limits.arch in (80, 90)
 
 
 def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
@@ -194,7 +193,7 @@ def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
 
 def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     exact = problem.is_exact
-    if exact and not split_pays(problem, limits):
+    if exact and not split_pays(limits):
         return []
     head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
     table: _Table
@@ -220,6 +219,8 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
         found = found[1:] if head_dim <= 64 else tuple(tiles for tiles in found if head_dim <= 128 or tiles[4] < 4)
     # On sm_80 rounding to TF32 takes instructions, and registers, that dQ first does not leave.
     dq_first = head_dim <= 64 and not (table is _BACKWARD_TIGHT and limits.arch == 80)
+    if exact and problem.is_masked and (problem.band.first is not None or problem.softcap):
+        dq_first = False  # nor do a window's lower bound or a cap beside the parts of split float32
     return [
         TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=dq_first)
         for Br, Bc, warps, stages, score, grad, dq in found

@@ -100,7 +100,7 @@ def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
     if problem.algorithm == "v1":
         return (yield from _all_v1(task))
     if problem.is_exact:
-        if heuristics.split_pays(problem, limits):
+        if heuristics.split_pays(limits):
             yield from _all_split(task)
         return (yield from _all_simt(task))
     if task == "forward":
