@@ -130,7 +130,11 @@ def considered(
     The one that is taken, if any, has None, and is the last.
     """
     nearest = math.inf  # of those that are not taken: what won farther away would be a guess
+    family = heuristics.exact_family(task, problem, limits)
     for found in store.find_all(task, problem, limits):
+        if family not in (None, found.config.family):
+            yield found, f"exact float32 of this size is computed by family {family}, in all passes"
+            continue
         reason = why_not(task, found.config, problem, limits, mappable)
         if reason is None and found.distance > nearest and not found.is_general:
             reason = "what won nearer to the problem is not for it"

@@ -169,13 +169,26 @@ def rivals(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     return [config for config in _v1_list(task, problem) if why_illegal(task, config, problem, limits) is None][:1]
 
 
-def split_pays(limits: Limits) -> bool:
+def split_pays(problem: Problem, limits: Limits) -> bool:
     """Whether exact float32 is computed by three TF32 products on tensor cores in place of float32 ones without.
 
     By data sheets TF32 is 7 or 8 times as fast as float32 on these two GPUs, on most others at most twice. On 10.0 the
-    tiles spill registers.
+    tiles spill registers. With few rows, multiply-adds have small tiles for more of the multiprocessors: on an H200
+    both directions take 0.73 to 0.88 of the time of split products where a quarter of these or less have 64 queries,
+    1.07 times as long where half of them have.
     """
-    return limits.arch in (80, 90)
+    tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // 64)
+    return limits.arch in (80, 90) and 4 * tiles >= limits.sm_count
+
+
+def exact_family(task: Task, problem: Problem, limits: Limits) -> str | None:
+    """The one family that computes exact float32; None if none can, or for other dtypes and precisions.
+
+    Whatever won where it was measured: forward and backward have to round scores alike, so that the probabilities which
+    the backward computes from LSE sum to 1.
+    """
+    found = candidates(task, problem, limits) if problem.is_exact else []
+    return found[0].family if found else None
 
 
 def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
@@ -193,7 +206,7 @@ def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
 
 def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     exact = problem.is_exact
-    if exact and not split_pays(limits):
+    if exact and not split_pays(problem, limits):
         return []
     head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
     table: _Table

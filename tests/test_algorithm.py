@@ -195,9 +195,9 @@ def test_what_v3_cannot_compute(gpu, changes, arrays, reason):
         assert "'auto' takes an algorithm that can" in str(raised.value)
 
 
-@pytest.mark.parametrize(("last", "family"), [(None, "mma"), (0, "simt")])
-def test_exact_float32_is_v2_on_either_instructions(last, family):
-    p = problem("v2", dtype="float32", band=Band(None, last))
+@pytest.mark.parametrize(("batch", "family"), [(32, "mma"), (1, "simt")])
+def test_exact_float32_is_v2_on_either_instructions(batch, family):
+    p = dataclasses.replace(problem("v2", dtype="float32"), batch=batch)
     for plan in (dispatch.plan_forward, dispatch.plan_backward):
         assert [config.family for _, config, _ in plan(p, 16, H200).configs] == [family]
 

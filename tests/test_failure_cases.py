@@ -194,6 +194,21 @@ def test_case_10_rows_that_do_not_see_a_nan_keep_every_bit(backend, Sk, options)
         assert_same_strangeness(got, want)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (40, 3)}], ids=str)
+def test_case_10_an_infinite_query_reaches_no_hidden_key_where_scores_are_capped(backend, dtype, options):
+    """The cap keeps its scores and LSE finite, so that nothing but q itself tells of it."""
+    q, k, v = qkv(1, 70, 70, 2, 1, 64, dtype)
+    dout = randn(1, 70, 2, 64, dtype=dtype)
+    q[0, 0, :, 5] = np.inf
+    problem = Problem.of(q, k, v, softcap=3.0, **options)
+    out, lse = backend.forward(problem, q, k, v)
+    gradients = backend.backward(problem, dout, q, k, v, out, lse)
+    for got, want in zip(gradients, reference_backward(problem, dout, q, k, v), strict=True):
+        assert_same_strangeness(got, want)
+    assert np.isfinite(gradients[1][0, 4:].astype(float)).all()
+
+
 def test_case_11_right_window_beyond_the_keys_is_a_window(backend):
     q, k, v = uniform(8, 3, 8)
     out, lse = backend.forward(Problem.of(q, k, v, window=(None, 4)), q, k, v)

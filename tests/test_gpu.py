@@ -453,7 +453,9 @@ def hopper(runtime):
         assert (to_host(counter) == 0).all()
 
 
-@pytest.mark.parametrize("case", [name for name, c in emulated_cases.CASES.items() if c.kind in emulated_cases.HOPPER])
+@pytest.mark.parametrize(
+    "case", [name for name, c in emulated_cases.CASES.items() if c.kind in (*emulated_cases.HOPPER, "four consumers")]
+)
 def test_hoppers_kernels_are_right(hopper, case):
     """The cases that the emulated device runs in several orders."""
     tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)

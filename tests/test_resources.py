@@ -383,7 +383,7 @@ def test_registers_of_consumers(config, d, need, available):
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_space_of_warpgroups(d):
-    """What the heuristic takes, with every option, around it other tiles; a third stage where it fits."""
+    """What the heuristic takes, with every option, around it other tiles; more stages where they fit."""
     p = problem(d, dtype="bfloat16")
     found = [config for config in space("forward", p, H200) if config.family == "wgmma"]
     default = heuristics.candidates("forward", p, H200)[0]
@@ -392,7 +392,8 @@ def test_space_of_warpgroups(d):
     assert {dataclasses.replace(default, cluster=cluster) for cluster in (1, 2)} <= set(found)
     assert any(config.halves for config in found) == (d <= 128)
     assert len({(config.Br, config.Bc) for config in found}) > 3
-    assert {config.stages for config in found} == {2, 3}
+    assert {config.stages for config in found} == {2, 3, 4}
+    assert (TileConfig("wgmma", 256, 64, 20, 4) in found) == (d == 64)
     assert len(set(found)) == len(found)
 
 
@@ -577,6 +578,26 @@ def test_exact_float32_has_one_family_for_both_directions(gpu, family, last, det
         p = problem(d, dtype="float32", deterministic=deterministic, band=Band(None, last))
         plans = (dispatch.plan_forward(p, 16, KNOWN_GPUS[gpu]), dispatch.plan_backward(p, 16, KNOWN_GPUS[gpu]))
         assert {config.family for plan in plans for _, config, _ in plan.configs} == {family}
+
+
+@pytest.mark.parametrize("last", [None, 0])
+@pytest.mark.parametrize("heads", [1, 16, 33, 64, 1024])
+@pytest.mark.parametrize("length", [64, 300, 4096])
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_exact_float32_has_one_family_whatever_won_nearby(d, length, heads, last):
+    """By rows alone; the H200 has winners of both families."""
+    tiles = heads * -(-length // 64)
+    families = set()
+    for deterministic in (False, True):
+        p = problem(
+            d, dtype="float32", deterministic=deterministic, band=Band(None, last), seqlen_q=length, seqlen_k=length
+        )
+        p = dataclasses.replace(p, batch=1, num_heads=heads, num_kv_heads=heads)
+        plans = [dispatch.plan_forward(p, 16, H200), dispatch.plan_backward(p, 16, H200)]
+        families |= {
+            config.family for plan in plans for task, config, _ in plan.configs if (task, d) != ("backward_dq", 192)
+        }
+    assert families == {"mma" if tiles >= 33 else "simt"}
 
 
 def test_bfloat16_on_turing_is_computed_by_plain_multiply_adds():

@@ -86,6 +86,20 @@ def test_winners_are_near_the_best_and_beat_the_default(tmp_path):
     assert not tuned.unreached
 
 
+def test_exact_float32_is_searched_in_the_family_of_each_size(tmp_path):
+    """Few rows are computed by multiply-adds, many by tensor cores; no size has a winner that no call would take."""
+    few, many = Size(128, 1), Size(1024, 16)
+    task = TuningTask("forward", "float32", 128, 128, True, (few, many))
+    tuned = tune([task], workers=[fake()], folder=tmp_path, store=False)
+    winners = {size: {w.config.family for w in tuned.winners if w.size == size} for size in (few, many)}
+    assert winners == {few: {"simt"}, many: {"mma"}}
+    for size in (few, many):
+        (family,) = winners[size]
+        assert heuristics.exact_family("forward", task.problem(size), H200) == family
+    samples = {(e["size"], e["config"]["family"]) for e in events_of(tmp_path) if e["kind"] == "sample"}
+    assert samples == {(str(few), "simt"), (str(many), "mma")}
+
+
 def test_regret_over_five_tunes(tmp_path):
     for seed in range(5):
         tuned = tune([TINY], workers=[fake(drift=0.03)], folder=tmp_path / str(seed), store=False, seed=seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .. import heuristics
@@ -30,20 +31,21 @@ def candidates(effort: Effort, space_size: int, is_likely: bool) -> int:
 
 
 class FamilySearch:
-    """The search among the configurations of one family."""
+    """The search among the configurations of one family, at the sizes that it serves."""
 
     def __init__(
         self,
         tuner: TaskTuner,
         family: str,
         configs: list[TileConfig],
+        sizes: Sequence[Size],
         known: list[TileConfig],
         effort: Effort,
         seed: int,
         is_first: bool,
     ) -> None:
         self.family = family
-        self._tuner, self._configs = tuner, configs
+        self._tuner, self._configs, self._sizes = tuner, configs, sizes
         members = set(configs)
         self._known = [config for config in dict.fromkeys(known) if config in members]
         has_default = any(config.family == family for config in tuner.defaults.values())
@@ -53,7 +55,7 @@ class FamilySearch:
             journal_path(tuner.session.folder, tuner.session.slot).with_name(f"optuna-{tuner.session.slot}.journal"),
             f"{tuner.task.name}/{family}",
             configs,
-            [str(size) for size in tuner.task.sizes],
+            [str(size) for size in sizes],
             seed,
         )
         self._order = [
@@ -107,12 +109,12 @@ class FamilySearch:
         stage, seconds = f"search {self.family} {self._number}", dict[tuple[TileConfig, Size], float]()
         failed: set[TileConfig] = set()
         try:
-            reference = {size: self._reference(size) for size in tuner.task.sizes}
+            reference = {size: self._reference(size) for size in self._sizes}
             for config in self.batch:
                 tuner.session.check_time()
                 if not tuner.passes(config):
                     failed.add(config)
-            jobs = [(config, size) for config in self.batch if config not in failed for size in tuner.task.sizes]
+            jobs = [(config, size) for config in self.batch if config not in failed for size in self._sizes]
             jobs += [(config, size) for size, config in reference.items() if config is not None]
             jobs = list(dict.fromkeys(jobs))
             for config, size in order.sample(jobs, len(jobs)):
@@ -127,14 +129,14 @@ class FamilySearch:
     def _conclude(self, failed: set[TileConfig], seconds: dict[tuple[TileConfig, Size], float]) -> None:
         """Relates the samples to those of the default: clocks change between batches."""
         scale = {}
-        for size in self._tuner.task.sizes:
+        for size in self._sizes:
             measured = seconds.get((self._tuner.defaults[size], size))
             base = self._base.setdefault(size, measured) if measured is not None else None
             scale[size] = 1.0 if measured is None or base is None else base / measured
         values: dict[TileConfig, dict[str, float] | None] = {config: None for config in failed}
         for config in self.batch:
-            sizes = [size for size in self._tuner.task.sizes if (config, size) in seconds]
-            if config in failed or len(sizes) < len(self._tuner.task.sizes):  # failed, or out of time
+            sizes = [size for size in self._sizes if (config, size) in seconds]
+            if config in failed or len(sizes) < len(self._sizes):  # failed, or out of time
                 continue
             values[config] = {str(size): math.log(seconds[config, size] * scale[size]) for size in sizes}
             for size in sizes:

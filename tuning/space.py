@@ -100,11 +100,11 @@ def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
     if problem.algorithm == "v1":
         return (yield from _all_v1(task))
     if problem.is_exact:
-        if heuristics.split_pays(limits):
+        if heuristics.split_pays(problem, limits):
             yield from _all_split(task)
         return (yield from _all_simt(task))
     if task == "forward":
-        for (Br, warps), Bc, stages in product(((128, 12), (192, 16), (256, 20)), range(32, 257, 16), (2, 3)):
+        for (Br, warps), Bc, stages in product(((128, 12), (192, 16), (256, 20)), range(32, 257, 16), (2, 3, 4)):
             for stale_maximum, turns, dynamic in product((True, False), repeat=3):
                 ends = (True, False) if problem.band.last is not None else (False,)
                 for cluster, halves in product((1, 2), ends):

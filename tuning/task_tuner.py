@@ -50,15 +50,15 @@ class TaskTuner:
         self.search_until = search_until
         problem = task.problem(task.sizes[0])
         self.defaults = {size: dispatch.choose(task.task, task.problem(size), limits)[0] for size in task.sizes}
-        configs = list(dict.fromkeys([*self.defaults.values(), *space(task.task, problem, limits)]))
         self._preference: Callable[[TileConfig], Any] = lambda c: preference(
             task.task, c, shared_bytes(task.task, c, problem)
         )
         known = [*self.defaults.values(), *known_configs(task.task, problem, limits)]
         listed = heuristics.candidates(task.task, problem, limits)
+        spaces = self._spaces()
         self._searches = [
-            FamilySearch(self, family, members, [*known, *listed], effort, seed, number == 0)
-            for number, (family, members) in enumerate(families(configs).items())
+            FamilySearch(self, family, members, sizes, [*known, *listed], effort, seed, number == 0)
+            for number, (family, (members, sizes)) in enumerate(spaces.items())
         ]
         self._waiting = list(self._searches)
         session.journal.write(
@@ -72,9 +72,26 @@ class TaskTuner:
                         Br: wall for Br, (_, wall) in shared_memory_wall(task.task, members, problem, limits).items()
                     },
                 }
-                for family, members in families(configs).items()
+                for family, (members, _) in spaces.items()
             },
         )
+
+    def _spaces(self) -> dict[str, tuple[list[TileConfig], list[Size]]]:
+        """The configurations of each family, and the sizes at which they are measured.
+
+        All of them, but exact float32 has one family at each size, see ``heuristics.exact_family``.
+        """
+        task, sizes = self.task, self.task.sizes
+        spaces: dict[str, tuple[list[TileConfig], list[Size]]] = {}
+        for at in [[size] for size in sizes] if task.problem(sizes[0]).is_exact else [list(sizes)]:
+            legal = space(task.task, task.problem(at[0]), self.limits)
+            for family, members in families(
+                list(dict.fromkeys([*(self.defaults[size] for size in at), *legal]))
+            ).items():
+                known, measured = spaces.setdefault(family, ([], []))
+                known.extend(config for config in members if config not in known)
+                measured.extend(at)
+        return spaces
 
     def begin(self) -> None:
         """Has the first configurations compiled."""
