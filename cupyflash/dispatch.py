@@ -86,6 +86,7 @@ class Plan:
 
 
 Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
+_EXACT = ("mma", "simt")  # families that round exact float32, each in its way
 
 
 def choose(
@@ -129,20 +130,20 @@ def considered(
 
     The one that is taken, if any, has None, and is the last.
     """
-    nearest = math.inf  # of those that are not taken: what won farther away would be a guess
-    family = heuristics.exact_family(task, problem, limits)
+    reach = math.inf  # of what is taken: behind what is not for the problem, what won farther away would be a guess
+    exact = heuristics.exact_family(task, problem, limits)
     for found in store.find_all(task, problem, limits):
-        if family not in (None, found.config.family):
-            yield found, f"exact float32 of this size is computed by family {family}, in all passes"
-            continue
         reason = why_not(task, found.config, problem, limits, mappable)
-        if reason is None and found.distance > nearest and not found.is_general:
+        rounds_otherwise = exact in _EXACT and found.config.family in _EXACT and found.config.family != exact
+        if reason is None and rounds_otherwise:
+            reason = f"exact float32 of this size is computed by family {exact}"
+        elif reason is None and found.distance > reach and not found.is_general:
             reason = "what won nearer to the problem is not for it"
         yield found, reason
         if reason is None:
             return
         if not found.is_general:
-            nearest = min(nearest, found.distance)
+            reach = min(reach, store.REACH if rounds_otherwise else found.distance)
 
 
 def why_not(task: Task, config: TileConfig, problem: Problem, limits: Limits, mappable: bool = True) -> str | None:
@@ -166,6 +167,9 @@ def passed_over(
             reasons[other.family] = "was slower where it was measured"
         else:
             reasons.setdefault(other.family, reason)
+    splits = problem.is_exact and limits.arch in heuristics.SPLIT_ARCHS
+    if splits and config.family == "simt" and heuristics.has_few_rows(problem, limits):
+        reasons["mma"] = "for so few rows three TF32 products in place of one are slower"
     return reasons
 
 

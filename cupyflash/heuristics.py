@@ -169,23 +169,35 @@ def rivals(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     return [config for config in _v1_list(task, problem) if why_illegal(task, config, problem, limits) is None][:1]
 
 
+SPLIT_ARCHS = (80, 90)
+
+
 def split_pays(problem: Problem, limits: Limits) -> bool:
     """Whether exact float32 is computed by three TF32 products on tensor cores in place of float32 ones without.
 
-    By data sheets TF32 is 7 or 8 times as fast as float32 on these two GPUs, on most others at most twice. On 10.0 the
-    tiles spill registers. With few rows, multiply-adds have small tiles for more of the multiprocessors: on an H200
-    both directions take 0.73 to 0.88 of the time of split products where a quarter of these or less have 64 queries,
-    1.07 times as long where half of them have.
+    By data sheets TF32 is 7 or 8 times as fast as float32 on these GPUs, on most others at most twice. On 10.0 the
+    tiles spill registers, and above head dim 128 on 8.0, whose shared memory has no room for the backward's either.
+    """
+    if limits.arch not in SPLIT_ARCHS or has_few_rows(problem, limits):
+        return False
+    return limits.arch != 80 or max(tile_head_dims(problem.head_dim, problem.head_dim_v)) <= 128
+
+
+def has_few_rows(problem: Problem, limits: Limits) -> bool:
+    """Whether less than one multiprocessor in four has 64 queries: plain multiply-adds have smaller tiles.
+
+    On an H200 both directions then take 0.73 to 0.88 of the time of split products; where half of them have 64
+    queries, 1.07 of it. Queries count in the backward, too, whose blocks own keys: both passes have to agree.
     """
     tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // 64)
-    return limits.arch in (80, 90) and 4 * tiles >= limits.sm_count
+    return 4 * tiles < limits.sm_count
 
 
 def exact_family(task: Task, problem: Problem, limits: Limits) -> str | None:
-    """The one family that computes exact float32; None if none can, or for other dtypes and precisions.
+    """The one family that computes a task in exact float32, whatever won; None if none can, or for other dtypes.
 
-    Whatever won where it was measured: forward and backward have to round scores alike, so that the probabilities which
-    the backward computes from LSE sum to 1.
+    Forward and backward have to round scores alike, so that the probabilities which the backward computes from LSE sum
+    to 1. They do but for head dims of which one of them has no split tiles here.
     """
     found = candidates(task, problem, limits) if problem.is_exact else []
     return found[0].family if found else None
@@ -217,6 +229,8 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
         tiles = _first_fit(table, head_dim)
         if table is _FORWARD_TIGHT and head_dim > 128 and not problem.is_masked:
             tiles = ((128, 16, 8), *tiles)  # NVRTC 13.0 spills the others where no mask interrupts the loop
+        if table is _FORWARD_SPLIT and limits.arch == 80 and not problem.is_masked and head_dim <= 64:
+            tiles = tiles[1:]  # NVRTC 13.5 spills the first where no mask interrupts the loop
         return [TileConfig("mma", Br, Bc, warps) for Br, Bc, warps in tiles]
     if task == "backward_dq":
         table = _BACKWARD_DQ_SPLIT if exact else _BACKWARD_DQ_TIGHT if tight else _BACKWARD_DQ
@@ -234,6 +248,8 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     dq_first = head_dim <= 64 and not (table is _BACKWARD_TIGHT and limits.arch == 80)
     if exact and problem.is_masked and (problem.band.first is not None or problem.softcap):
         dq_first = False  # nor do a window's lower bound or a cap beside the parts of split float32
+    if exact and not problem.is_masked and limits.arch == 80:
+        dq_first = False
     return [
         TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=dq_first)
         for Br, Bc, warps, stages, score, grad, dq in found

@@ -425,6 +425,15 @@ def test_v1_is_right(case):
     emulated_cases.run_on([GpuBackend(tiles)] * 2, case)
 
 
+@pytest.mark.parametrize("case", [name for name, c in emulated_cases.CASES.items() if c.kind.startswith("split")])
+def test_split_float32_is_right(runtime, case):
+    """The cases of the emulated device: problems so small that calls take plain multiply-adds."""
+    if runtime.limits().arch not in heuristics.SPLIT_ARCHS:
+        pytest.skip("float32 is split on sm_80 and sm_90 only")
+    tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)
+    emulated_cases.run_on([GpuBackend(tiles)], case)
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_v1_gives_the_same_bits_in_every_run(D, causal):

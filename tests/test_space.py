@@ -14,7 +14,7 @@ from cupyflash.dispatch import plan_backward, plan_forward
 from cupyflash.resources import KNOWN_GPUS, shared_bytes, why_illegal
 from cupyflash.tiles import TASKS, TileConfig
 from cupyflash.tuning.dry_run import describe_space, known_limits, shared_memory_wall
-from cupyflash.tuning.space import families, space
+from cupyflash.tuning.space import families, space, task_spaces
 from cupyflash.tuning.tasks import DTYPE_KINDS, Size, TuningTask, default_tasks
 
 H200 = KNOWN_GPUS["H200"]
@@ -53,6 +53,20 @@ def test_multiply_adds_are_searched_only_where_there_are_no_tensor_cores():
     assert found("float32", "RTX4090", masked=False) == {"simt"}  # three products there are slower than one
 
 
+def test_exact_float32_has_the_family_of_each_size():
+    """One sequence of 128 with 16 heads has 32 tiles of 64 queries, for 132 multiprocessors; 16 sequences have 512."""
+    few, many = Size(128, 1), Size(128, 16)
+    found = task_spaces(TuningTask("forward", "float32", 128, 128, True, (few, many)), H200)
+    assert {family: sizes for family, (_, sizes) in found.items()} == {"simt": [few], "mma": [many]}
+    assert {config.family for members, _ in found.values() for config in members} == {"simt", "mma"}
+    for gpu, task, d in itertools.product(("H200", "A100", "RTX4090"), TASKS, (64, 80, 112, 128, 160, 224, 256)):
+        task, limits = TuningTask(task, "float32", d, d, False, (few, many)), KNOWN_GPUS[gpu]
+        expected = {heuristics.exact_family(task.task, task.problem(size), limits) for size in (few, many)} - {None}
+        assert set(task_spaces(task, limits)) == expected, (gpu, task)
+    found = task_spaces(TuningTask("forward", "bfloat16", 128, 128, True, (few, many)), H200)
+    assert {tuple(sizes) for _, sizes in found.values()} == {(few, many)}
+
+
 @pytest.mark.skipif(bool(compiling.missing()), reason=compiling.missing() or "it compiles")
 @pytest.mark.parametrize("task", TASKS)
 def test_the_compiler_agrees_on_what_lanes_can_share(task):
@@ -80,7 +94,7 @@ def test_the_wall_is_where_shared_memory_ends():
     problem = task.problem(SIZE)
     members = families(space("forward", problem, H200))["wgmma"]
     for Br, (largest, wall) in shared_memory_wall("forward", members, problem, H200).items():
-        leanest = next(c for c in members if c.Br == Br and c.stages == 2)
+        leanest = min((c for c in members if c.Br == Br), key=lambda c: (c.stages, c.cluster))
         assert shared_bytes("forward", replace(leanest, Bc=wall), problem) <= H200.shared_bytes
         assert shared_bytes("forward", replace(leanest, Bc=wall + 16), problem) > H200.shared_bytes
         assert largest <= wall

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..problem import Problem
 from ..resources import KNOWN_GPUS, Limits, shared_bytes
 from ..tiles import Task, TileConfig
-from .space import families, space
+from .space import task_spaces
 from .tasks import TuningTask
 
 _STEP = 16  # of keys
@@ -33,12 +33,12 @@ def describe_space(tasks: Sequence[TuningTask], limits: Limits) -> Iterator[str]
     yield "per Br: the largest Bc in the space / the largest that shared memory has room for"
     total = 0
     for task in tasks:
-        problem = task.problem(task.sizes[0])
-        found = families(space(task.task, problem, limits))
-        total += sum(map(len, found.values()))
+        found = task_spaces(task, limits)
+        total += sum(len(members) for members, _ in found.values())
         if not found:
             yield f"{task.name}: no kernel"
-        for family, members in found.items():
+        for family, (members, sizes) in found.items():
+            problem = task.problem(sizes[0])
             walls = ", ".join(
                 f"{Br}: {largest}/{wall}"
                 for Br, (largest, wall) in shared_memory_wall(task.task, members, problem, limits).items()

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 from typing import cast
 
+from .. import heuristics
 from ..problem import Problem
 from ..resources import Limits
 from ..tiles import Task
@@ -87,6 +88,9 @@ def run_tuner(task: Task, problem: Problem, limits: Limits) -> None:
     described = TuningTask(task, cast(DtypeKind, kind.dtype), kind.head_dim, kind.head_dim_v, kind.masked)
     heads = described.problem(Size(length, 1)).num_heads
     size = Size(length, max(1, round(kind.rows / (heads * length))))
+    square = described.problem(size)
+    if heuristics.exact_family(task, square, limits) != heuristics.exact_family(task, problem, limits):
+        return  # its winners would not be for the problem
     with TemporaryDirectory() as folder:  # the journals of the user's own tunes stay as they are
         tune(
             [replace(described, sizes=(size,))],

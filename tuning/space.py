@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from itertools import product
 
@@ -10,6 +10,7 @@ from .. import heuristics
 from ..problem import Problem
 from ..resources import Limits, available_registers, registers, why_illegal
 from ..tiles import Task, TileConfig, tile_head_dims
+from .tasks import Size, TuningTask
 
 # Fewer left for addresses and operands than this, and everything spills. A consumer warpgroup takes its operands from
 # shared memory by descriptors.
@@ -39,12 +40,36 @@ def families(configs: Sequence[TileConfig]) -> dict[str, list[TileConfig]]:
     """Configurations by family, tensor cores first; plain multiply-adds only where there is nothing else.
 
     They are slower than tensor cores and take every layout that "mma" takes. Exact float32 has "mma" only on GPUs
-    where that holds, see ``heuristics.split_pays``.
+    and for numbers of rows where that holds, see ``heuristics.split_pays``.
     """
     found = {family: [c for c in configs if c.family == family] for family in ("wgmma", "mma", "v1", "simt")}
     if found["mma"]:
         del found["simt"]
     return {family: members for family, members in found.items() if members}
+
+
+def task_spaces(
+    task: TuningTask, limits: Limits, defaults: Mapping[Size, TileConfig] | None = None
+) -> dict[str, tuple[list[TileConfig], list[Size]]]:
+    """The configurations of each family, and the sizes at which they are measured.
+
+    All of the task's, but exact float32 has one family at each size, see ``heuristics.exact_family``.
+
+    Args:
+        defaults: what is taken at each size without a tune, which is measured, too.
+    """
+    sizes, defaults = task.sizes, defaults or {}
+    spaces: dict[str, tuple[list[TileConfig], list[Size]]] = {}
+    for at in [[size] for size in sizes] if task.problem(sizes[0]).is_exact else [list(sizes)]:
+        taken = [defaults[size] for size in at if size in defaults]
+        problem = task.problem(at[0])
+        exact = heuristics.exact_family(task.task, problem, limits)
+        legal = [c for c in space(task.task, problem, limits) if exact in (None, c.family)]
+        for family, members in families(list(dict.fromkeys([*taken, *legal]))).items():
+            known, measured = spaces.setdefault(family, ([], []))
+            known.extend(config for config in members if config not in known)
+            measured.extend(at)
+    return spaces
 
 
 class Lattice:
@@ -104,10 +129,15 @@ def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
             yield from _all_split(task)
         return (yield from _all_simt(task))
     if task == "forward":
-        for (Br, warps), Bc, stages in product(((128, 12), (192, 16), (256, 20)), range(32, 257, 16), (2, 3, 4)):
-            for stale_maximum, turns, dynamic in product((True, False), repeat=3):
-                ends = (True, False) if problem.band.last is not None else (False,)
-                for cluster, halves in product((1, 2), ends):
+        # Four consumers have registers for few keys, want more stages of them, and lose by clusters.
+        for Br, warps, numbers, clusters in (
+            (128, 12, (2, 3), (1, 2)),
+            (192, 16, (2, 3), (1, 2)),
+            (256, 20, (3, 4), (1,)),
+        ):
+            ends = (True, False) if problem.band.last is not None else (False,)
+            for Bc, stages, cluster, halves in product(range(32, 257, 16), numbers, clusters, ends):
+                for stale_maximum, turns, dynamic in product((True, False), repeat=3):
                     yield TileConfig(
                         *("wgmma", Br, Bc, warps, stages),
                         stale_maximum=stale_maximum,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from .. import heuristics
 from ..problem import Problem
 from ..resources import Limits
 from ..tiles import Task, TileConfig
@@ -30,7 +31,7 @@ from .entries import Entry, Kind, Winners
 from .layers import Layer
 from .merging import replaced
 
-_REACH = 2.0  # powers of two
+REACH = 2.0  # powers of two
 _PROBLEMS_KEPT = 4096
 
 
@@ -84,7 +85,8 @@ def find_all(task: Task, problem: Problem, limits: Limits) -> Iterator[Found]:
 
 def is_tuned(task: Task, problem: Problem, limits: Limits) -> bool:
     """Whether the GPU's own model has an entry for the very length and rows of the problem, or for all."""
-    return any(found.distance == 0 for found in find(task, problem, limits))
+    exact = heuristics.exact_family(task, problem, limits)
+    return any(found.distance == 0 and exact in (None, found.config.family) for found in find(task, problem, limits))
 
 
 def keep(entries: Sequence[Entry], limits: Limits) -> Path | None:
@@ -140,13 +142,13 @@ def _ranked(
     rivals = {layer: _of_the_other_dtype_alone(entries_of(layer, limits), kind) for layer in {f.layer for f in found}}
     found = [f for f in found if f.is_general or not _is_beyond(f, rivals[f.layer])]
     # Sorting is stable: what is equal stays in the order of layers and files.
-    holding = [f for f in found if f.distance <= _REACH]
+    holding = [f for f in found if f.distance <= REACH]
     by_layer = [
         f
         for layer in dict.fromkeys(f.layer for f in holding)
         for f in sorted((f for f in holding if f.layer == layer), key=_preference)
     ]
-    far = sorted((f for f in found if f.distance > _REACH), key=_preference_by_distance)
+    far = sorted((f for f in found if f.distance > REACH), key=_preference_by_distance)
     return tuple(by_layer + far)
 
 

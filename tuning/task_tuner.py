@@ -18,7 +18,7 @@ from .journal import short
 from .race import RUNGS, Failed, Outcome, Rung, gain_over, race
 from .results import Winner, as_event, known_configs
 from .session import Session
-from .space import families, preference, space
+from .space import preference, task_spaces
 from .tasks import Effort, Size, TuningTask
 
 _LIKELY = 2  # per size, which are compiled in all that an entry serves before it is known who has won
@@ -54,8 +54,8 @@ class TaskTuner:
             task.task, c, shared_bytes(task.task, c, problem)
         )
         known = [*self.defaults.values(), *known_configs(task.task, problem, limits)]
-        listed = heuristics.candidates(task.task, problem, limits)
-        spaces = self._spaces()
+        listed = [c for size in task.sizes for c in heuristics.candidates(task.task, task.problem(size), limits)]
+        spaces = task_spaces(task, limits, self.defaults)
         self._searches = [
             FamilySearch(self, family, members, sizes, [*known, *listed], effort, seed, number == 0)
             for number, (family, (members, sizes)) in enumerate(spaces.items())
@@ -75,23 +75,6 @@ class TaskTuner:
                 for family, (members, _) in spaces.items()
             },
         )
-
-    def _spaces(self) -> dict[str, tuple[list[TileConfig], list[Size]]]:
-        """The configurations of each family, and the sizes at which they are measured.
-
-        All of them, but exact float32 has one family at each size, see ``heuristics.exact_family``.
-        """
-        task, sizes = self.task, self.task.sizes
-        spaces: dict[str, tuple[list[TileConfig], list[Size]]] = {}
-        for at in [[size] for size in sizes] if task.problem(sizes[0]).is_exact else [list(sizes)]:
-            legal = space(task.task, task.problem(at[0]), self.limits)
-            for family, members in families(
-                list(dict.fromkeys([*(self.defaults[size] for size in at), *legal]))
-            ).items():
-                known, measured = spaces.setdefault(family, ([], []))
-                known.extend(config for config in members if config not in known)
-                measured.extend(at)
-        return spaces
 
     def begin(self) -> None:
         """Has the first configurations compiled."""
