@@ -249,7 +249,7 @@ def _mma_list(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     if exact and problem.is_masked and (problem.band.first is not None or problem.softcap):
         dq_first = False  # nor do a window's lower bound or a cap beside the parts of split float32
     if exact and not problem.is_masked and limits.arch == 80:
-        dq_first = False
+        dq_first = False  # nor, there, the parts alone
     return [
         TileConfig("mma", Br, Bc, warps, stages, 1, score, grad, dq, dq_first=dq_first)
         for Br, Bc, warps, stages, score, grad, dq in found

@@ -59,17 +59,17 @@ def task_spaces(
         defaults: what is taken at each size without a tune, which is measured, too.
     """
     sizes, defaults = task.sizes, defaults or {}
-    spaces: dict[str, tuple[list[TileConfig], list[Size]]] = {}
+    members: dict[str, dict[TileConfig, None]] = {}  # as a set that keeps the order
+    measured: dict[str, list[Size]] = {}
     for at in [[size] for size in sizes] if task.problem(sizes[0]).is_exact else [list(sizes)]:
         taken = [defaults[size] for size in at if size in defaults]
         problem = task.problem(at[0])
         exact = heuristics.exact_family(task.task, problem, limits)
         legal = [c for c in space(task.task, problem, limits) if exact in (None, c.family)]
-        for family, members in families(list(dict.fromkeys([*taken, *legal]))).items():
-            known, measured = spaces.setdefault(family, ([], []))
-            known.extend(config for config in members if config not in known)
-            measured.extend(at)
-    return spaces
+        for family, configs in families(list(dict.fromkeys([*taken, *legal]))).items():
+            members.setdefault(family, {}).update(dict.fromkeys(configs))
+            measured.setdefault(family, []).extend(at)
+    return {family: (list(configs), measured[family]) for family, configs in members.items()}
 
 
 class Lattice:
