@@ -556,7 +556,10 @@ void poll() {
     switch_thread(fiber(), warp, lane);
 }
 
-u32 patience() { return block->launch.workers == 1 ? 1 << 18 : 1 << 22; }
+#ifndef CF_PATIENCE
+#define CF_PATIENCE (1 << 22)  // polls; another block's thread may have to wait for a core
+#endif
+u32 patience() { return block->launch.workers == 1 ? 1 << 18 : CF_PATIENCE; }
 
 /// Until they have done so many steps, or all of them have ended or lag, too.
 void lag() {
