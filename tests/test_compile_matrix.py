@@ -86,7 +86,7 @@ def matrix():
     cases["sm_90: float32 that is split, other bands, scores and head dims"] = [
         ("sm_90", run, {"dtype": "ieee", **changes})
         for changes, run in product(
-            (*({"d": d, **more} for d in DIMS for more in others), *({"d": d} for d in (20, 59, 96, 160))), PASSES
+            (*({"d": d, **more} for d in DIMS for more in others), *({"d": d} for d in (59, 160))), PASSES
         )
     ]
     cases["sm_80: float32 that is split, without a mask"] = [
