@@ -86,7 +86,6 @@ class Plan:
 
 
 Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
-_EXACT = ("mma", "simt")  # families that round exact float32, each in its way
 
 
 def choose(
@@ -134,7 +133,7 @@ def considered(
     exact = heuristics.exact_family(task, problem, limits)
     for found in store.find_all(task, problem, limits):
         reason = why_not(task, found.config, problem, limits, mappable)
-        rounds_otherwise = exact in _EXACT and found.config.family in _EXACT and found.config.family != exact
+        rounds_otherwise = heuristics.rounds_otherwise(found.config.family, exact)
         if reason is None and rounds_otherwise:
             reason = f"exact float32 of this size is computed by family {exact}"
         elif reason is None and found.distance > reach and not found.is_general:

@@ -203,6 +203,11 @@ def exact_family(task: Task, problem: Problem, limits: Limits) -> str | None:
     return found[0].family if found else None
 
 
+def rounds_otherwise(family: str, exact: str | None) -> bool:
+    """Whether a family computes exact float32, but not as the one does that has to; ``exact`` as in exact_family."""
+    return {family, exact} == {"mma", "simt"}
+
+
 def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
     head_dim = max(tile_head_dims(problem.head_dim, problem.head_dim_v))
     if task == "forward":

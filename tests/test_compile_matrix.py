@@ -86,11 +86,11 @@ def matrix():
     cases["sm_90: float32 that is split, other bands, scores and head dims"] = [
         ("sm_90", run, {"dtype": "ieee", **changes})
         for changes, run in product(
-            (*({"d": d, **more} for d in DIMS for more in others), *({"d": d} for d in (59, 160))), PASSES
+            (*({"d": d, **more} for d in DIMS for more in others), *({"d": d} for d in (20, 59, 96, 160))), PASSES
         )
     ]
-    cases["sm_80: float32 that is split, without a mask"] = [
-        ("sm_80", run, {"d": d, "dtype": "ieee", "band": "none"}) for d, run in product((64, 128), PASSES)
+    cases["sm_80: float32 that is split, other bands and scores"] = [
+        ("sm_80", run, {"d": d, "dtype": "ieee", **more}) for d, more, run in product((64, 128), others, PASSES)
     ]
     cases["sm_75: bfloat16 has no tensor cores"] = [
         ("sm_75", run, {"d": d, "dtype": "bfloat16"}) for d, run in product(DIMS, (FORWARD, BACKWARD))

@@ -495,6 +495,22 @@ def test_what_counts_as_tuned(write, entries, tuned):
     assert not store.is_tuned("forward", problem(), H100)
 
 
+@pytest.mark.parametrize(
+    ("config", "serves"),
+    [
+        (TileConfig("mma", 64, 32, 4), False),
+        (TileConfig("simt", 32, 32, 2), True),
+        (TileConfig("standard", 1, 1, 1), True),
+    ],
+)
+def test_exact_float32_has_the_tiles_of_its_family(write, config, serves):
+    """Few rows, which multiply-adds compute; standard rounds in cuBLAS's way forward and backward."""
+    write(entry(config=config, dtype="float32", length=512, rows=2048))
+    p = problem(dtype="float32")
+    assert store.is_tuned("forward", p, H200) == serves
+    assert (origin(p)[0] == config) == serves
+
+
 # ---- costs
 
 

@@ -65,7 +65,7 @@ def task_spaces(
         taken = [defaults[size] for size in at if size in defaults]
         problem = task.problem(at[0])
         exact = heuristics.exact_family(task.task, problem, limits)
-        legal = [c for c in space(task.task, problem, limits) if exact in (None, c.family)]
+        legal = [c for c in space(task.task, problem, limits) if not heuristics.rounds_otherwise(c.family, exact)]
         for family, configs in families(list(dict.fromkeys([*taken, *legal]))).items():
             members.setdefault(family, {}).update(dict.fromkeys(configs))
             measured.setdefault(family, []).extend(at)

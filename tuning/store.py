@@ -86,7 +86,10 @@ def find_all(task: Task, problem: Problem, limits: Limits) -> Iterator[Found]:
 def is_tuned(task: Task, problem: Problem, limits: Limits) -> bool:
     """Whether the GPU's own model has an entry for the very length and rows of the problem, or for all."""
     exact = heuristics.exact_family(task, problem, limits)
-    return any(found.distance == 0 and exact in (None, found.config.family) for found in find(task, problem, limits))
+    return any(
+        found.distance == 0 and not heuristics.rounds_otherwise(found.config.family, exact)
+        for found in find(task, problem, limits)
+    )
 
 
 def keep(entries: Sequence[Entry], limits: Limits) -> Path | None:

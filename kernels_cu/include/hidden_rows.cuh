@@ -11,7 +11,7 @@
 /// Whether LSE and delta leave it open that a tile's rows have NaN or infinity.
 DEVICE bool may_be_nonfinite(u32 rare) { return kCapHides || (rare & kNonfinite) != 0; }
 
-/// Whether they have; one warp, as yet all of them find the same.
+/// Where they may: whether they have. One warp; as yet, all find the same.
 template <typename Tile>
 DEVICE bool has_nonfinite_rows(u32 rare, const Tile& Q) {
     if constexpr (!kCapHides)
