@@ -359,7 +359,11 @@ def defines_of(
             "CF_TURNS": int(config.turns),
         }
     if config.family == "wgmma" and task == "forward":
-        defines |= {"CF_CLUSTER": config.cluster, "CF_HALVES": int(config.halves)}
+        defines |= {
+            "CF_CLUSTER": config.cluster,
+            "CF_HALVES": int(config.halves),
+            "CF_STAGED_ROWS": int(resources.stages_rows(config, problem)),
+        }
     if task in ("backward", "backward_dkv"):
         defines |= {
             "CF_SUM_DQ": int(task == "backward"),

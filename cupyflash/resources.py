@@ -16,6 +16,7 @@ _ALIGNMENT = 128  # of a shared tile, and so of the whole storage
 _USABLE_REGISTERS = 255  # per thread; the architecture's limit
 _REGISTERS_PER_SM = 65536
 _REGISTER_UNIT = 8  # per thread; they are allocated so many at a time
+_LARGEST_SHARED_BYTES = 232_448  # of a block on sm_90
 SHARED_BASE = 1024  # where a block's dynamic shared memory begins on sm_90, if it has no other; the system has the rest
 _RESERVED_SHARED_BYTES = 1024  # per block, taken by the system from sm_80 on
 
@@ -24,6 +25,7 @@ _PANEL_COLUMNS = 64
 _PANEL_ROW_BYTES = 128
 _PANEL_ALIGNMENT = 1024
 _TILE_BYTES = 144
+_STAGE_BYTES = 16 * _PANEL_ROW_BYTES  # of a consumer's warp, through which its rows of O leave
 _CLUSTER_BYTES = 48  # more in a cluster, whose units have marks for two tiles each
 _LARGEST_CLUSTER = 2
 _CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}  # per thread, by the number of consumer warpgroups
@@ -93,11 +95,8 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
         formula = _wide_backward_shared_bytes if is_wide(task, config) else _wgmma_backward_shared_bytes
         return formula(config, *(-(-x // _PANEL_COLUMNS) for x in (d, dv)))
     if config.family == "wgmma":
-        consumers = _consumers(config)
-        panels, panels_v = -(-d // _PANEL_COLUMNS), -(-dv // _PANEL_COLUMNS)
-        tiles = _PANEL_ROW_BYTES * (64 * consumers * panels + stages * Bc * (panels + panels_v))
-        told = _TILE_BYTES + _CLUSTER_BYTES * (config.cluster - 1)
-        return _round_up(tiles + 8 * (2 * consumers + 4 * stages) + told, _PANEL_ALIGNMENT)
+        tiles = _wgmma_forward_tile_bytes(config, problem)
+        return tiles + (_stage_bytes(config) if stages_rows(config, problem) else 0)
     if config.family == "v1":
         return _v1_shared_bytes(task, config, d, dv, size)
     if task == "forward":
@@ -123,6 +122,28 @@ def _v1_shared_bytes(task: Task, config: TileConfig, d: int, dv: int, size: int)
     rows = 2 * stages * Br * 4  # LSE and delta
     flags = _ALIGNMENT
     return _round_up(keys + (stages * Br * (d + dv) + 2 * Bc * Br) * size + rows, _ALIGNMENT) + flags
+
+
+def stages_rows(config: TileConfig, problem: Problem) -> bool:
+    """Whether O of the forward of "wgmma" leaves through shared memory: wherever that has room beside the tiles.
+
+    Not above head dim 128 without a mask, where it took 1% longer on an H200.
+    """
+    if max(problem.head_dim, problem.head_dim_v) > 128 and not problem.is_masked:
+        return False
+    return _wgmma_forward_tile_bytes(config, problem) + _stage_bytes(config) <= _LARGEST_SHARED_BYTES
+
+
+def _stage_bytes(config: TileConfig) -> int:
+    return 4 * _consumers(config) * _STAGE_BYTES
+
+
+def _wgmma_forward_tile_bytes(config: TileConfig, problem: Problem) -> int:
+    consumers = _consumers(config)
+    panels, panels_v = (-(-x // _PANEL_COLUMNS) for x in tile_head_dims(problem.head_dim, problem.head_dim_v))
+    tiles = _PANEL_ROW_BYTES * (64 * consumers * panels + config.stages * config.Bc * (panels + panels_v))
+    told = _TILE_BYTES + _CLUSTER_BYTES * (config.cluster - 1)
+    return _round_up(tiles + 8 * (2 * consumers + 4 * config.stages) + told, _PANEL_ALIGNMENT)
 
 
 def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int) -> int:

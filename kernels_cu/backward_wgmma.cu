@@ -29,6 +29,7 @@
 #include "query_rows.cuh"
 #include "query_tile.cuh"
 #include "ring.cuh"
+#include "row_stage.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
 #include "traits.cuh"
@@ -403,6 +404,19 @@ struct Consumer {
         }
     }
 
+    /// Rows of dK or dV. With a mask (without, all blocks store at once, and it was 1% slower) they leave through the dS that
+    /// is not the last tile's: nobody reads it any more, and nobody writes it before both consumers have had another turn.
+    template <u32 kColsUsed, u32 kCols>
+    DEVICE void store_gradient(Element* out, i64 row_stride, const WarpgroupTile<kCols>& sums) {
+        const i32 rows = params.seqlen_k - keys.first;
+        using Stage = RowStage<Element>;
+        if constexpr (kBand && sizeof(TileDS::data) >= kConsumerWarps * sizeof(Stage))
+            reinterpret_cast<Stage*>(shared.dS[buffer ^ 1].data)[thread_index() / 32].template store_rows<kColsUsed>(
+                out, row_stride, rows, sums);
+        else
+            store_rows<Element, kColsUsed>(out, row_stride, rows, sums);
+    }
+
     /// Puts what clean_rows took away into the rows of dK and dV that saw it.
     DEVICE void restore_nonfinite(Element* dk, Element* dv) const {
         named_sync(kConsumerMeets + index, 128);  // all rows are stored
@@ -554,8 +568,8 @@ DEVICE void Consumer::compute() {
                       keys.first * params.dk_row_stride;
         Element* dv = params.dv + work->batch * params.dv_batch_stride + work->kv_head * params.dv_head_stride +
                       keys.first * params.dv_row_stride;
-        store_rows<Element, kHeadDim>(dk, params.dk_row_stride, params.seqlen_k - keys.first, dK);
-        store_rows<Element, kHeadDimV>(dv, params.dv_row_stride, params.seqlen_k - keys.first, dV);
+        store_gradient<kHeadDim>(dk, params.dk_row_stride, dK);
+        store_gradient<kHeadDimV>(dv, params.dv_row_stride, dV);
         if (kBand && cleaned)
             restore_nonfinite(dk, dv);
     };

@@ -24,6 +24,7 @@
 #include "platform/tma.cuh"
 #include "platform/warpgroup.cuh"
 #include "ring.cuh"
+#include "row_stage.cuh"
 #include "row_state.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
@@ -67,7 +68,23 @@ struct alignas(16) Tile {
 // too, before the first mark is seen.
 constexpr u32 kSlots = 2, kMarks = 4 * kCluster;
 
-struct SharedStorage {
+/// What O leaves through, if shared memory has room for it.
+template <bool kStaged>
+struct Out {
+    RowStage<Element> stages[4 * kConsumers];
+
+    DEVICE void store_rows(Element* out, i64 row_stride, i32 rows, const WarpgroupTile<kDv>& O) {
+        stages[thread_index() / 32].store_rows<kHeadDimV>(out, row_stride, rows, O);
+    }
+};
+template <>
+struct Out<false> {
+    DEVICE void store_rows(Element* out, i64 row_stride, i32 rows, const WarpgroupTile<kDv>& O) {
+        ::store_rows<Element, kHeadDimV>(out, row_stride, rows, O);
+    }
+};
+
+struct SharedStorage : Out<CF_STAGED_ROWS> {
     TileQ Q[kConsumers];
     TileK K[kStages];
     TileV V[kStages];
@@ -433,7 +450,7 @@ struct Consumer {
         }
         Element* out = params.out + tile.batch * params.out_batch_stride + tile.head * params.out_head_stride +
                        rows.first * params.out_row_stride;
-        store_rows<Element, kHeadDimV>(out, params.out_row_stride, params.seqlen_q - rows.first, O);
+        shared.store_rows(out, params.out_row_stride, params.seqlen_q - rows.first, O);
         if (kBand && tile.exact && shared.hidden_nonfinite == tile.index)
             restore_nonfinite(tile, out);
     }

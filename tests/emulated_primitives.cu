@@ -106,17 +106,25 @@ KERNEL(32, 1) void load_matrices(PARAMS(MatrixParams) params) {
 }
 
 struct StoreParams {
-    const u32 *r, *row;  // four registers of each lane, and which row it points to
-    u16* matrix;         // 32 rows of 8
+    const u32 *r, *row;       // four registers of each lane, and which row it points to
+    u16 *plain, *transposed;  // 32 rows of 8
 };
 
 KERNEL(32, 1) void store_matrices(PARAMS(StoreParams) params) {
     u16* shared = shared_array<u16>();
     const u32 l = lane_index();
-    stmatrix_x4_transposed(shared_address(shared + 8 * params.row[l]), params.r + 4 * l);
+    const SharedAddress address = shared_address(shared + 8 * params.row[l]);
+    const u32* own = params.r + 4 * l;
+    const u32 r[4] = {own[0], own[1], own[2], own[3]};
+    stmatrix_x4(address, r);
     warp_sync();
     for (u32 n = 0; n < 8; ++n)
-        params.matrix[8 * l + n] = shared[8 * l + n];
+        params.plain[8 * l + n] = shared[8 * l + n];
+    warp_sync();
+    stmatrix_x4_transposed(address, r);
+    warp_sync();
+    for (u32 n = 0; n < 8; ++n)
+        params.transposed[8 * l + n] = shared[8 * l + n];
 }
 
 struct PairParams {

@@ -174,14 +174,16 @@ def test_ldmatrix(run):
 
 
 def test_stmatrix(run):
-    """What ldmatrix, transposed, has loaded from a place is what is stored there."""
+    """What ldmatrix has loaded from a place, transposed or not, is what is stored there the same way."""
     rng = np.random.default_rng(0)
     matrix = rng.integers(0, 2**16, (32, 8), dtype=np.uint16)
     row = rng.permutation(32).astype(np.uint32)
-    plain, transposed, stored = u32(32, 4), u32(32, 4), np.zeros((32, 8), np.uint16)
-    run("load_matrices", matrix, row, plain, transposed, threads=32)
-    run("store_matrices", transposed, row, stored, threads=32)
-    np.testing.assert_array_equal(stored, matrix)
+    loaded = u32(32, 4), u32(32, 4)
+    run("load_matrices", matrix, row, *loaded, threads=32)
+    for way, r in enumerate(loaded):
+        stored = np.zeros((32, 8), np.uint16), np.zeros((32, 8), np.uint16)
+        run("store_matrices", r, row, *stored, threads=32)
+        np.testing.assert_array_equal(stored[way], matrix)
 
 
 def test_marks_of_pairs_that_are_not_finite(run):

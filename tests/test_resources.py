@@ -355,13 +355,22 @@ def test_a_cluster_needs_as_many_multiprocessors():
 
 
 def test_size_of_panels_by_hand():
-    """Panels of 64 columns, 128 bytes a row: Q of each consumer, stages of K and V. One more KiB holds barriers."""
-    rows = 128 + 2 * 128 * 2
-    assert shared_bytes("forward", WGMMA, problem(64)) == 128 * rows + 1024
-    assert shared_bytes("forward", WGMMA, problem(40)) == 128 * rows + 1024  # panels are filled up
-    assert shared_bytes("forward", WGMMA, problem(72)) == 2 * 128 * rows + 1024
+    """Panels of 64 columns, 128 bytes a row: Q of each consumer, stages of K and V. One more KiB holds barriers.
+
+    Where there is room, 2 KiB of each consumer's warp are for rows of O on their way out.
+    """
+    rows, out = 128 + 2 * 128 * 2, 8 * 2048
+    assert shared_bytes("forward", WGMMA, problem(64)) == 128 * rows + 1024 + out
+    assert shared_bytes("forward", WGMMA, problem(40)) == 128 * rows + 1024 + out  # panels are filled up
+    assert shared_bytes("forward", WGMMA, problem(72)) == 2 * 128 * rows + 1024 + out
     three = TileConfig("wgmma", 192, 80, 16, 3)
-    assert shared_bytes("forward", three, problem(128, 64)) == 128 * (2 * 192 + 3 * 80 * (2 + 1)) + 1024
+    assert shared_bytes("forward", three, problem(128, 64)) == 128 * (2 * 192 + 3 * 80 * (2 + 1)) + 1024 + 12 * 2048
+    full = dataclasses.replace(WGMMA, stages=3)  # 225 of 227 KiB
+    assert shared_bytes("forward", full, problem(128)) == 2 * 128 * (128 + 3 * 128 * 2) + 1024
+    narrow = TileConfig("wgmma", 128, 48, 12, 2)
+    assert shared_bytes("forward", narrow, problem(256)) == 4 * 128 * (128 + 2 * 48 * 2) + 1024 + out
+    unmasked = problem(256, band=Band(None, None))  # measured slower
+    assert shared_bytes("forward", narrow, unmasked) == 4 * 128 * (128 + 2 * 48 * 2) + 1024
 
 
 @pytest.mark.parametrize(

@@ -507,6 +507,22 @@ FAULTS = [
         "backward hopper, causal, 300x150x1x3x1",
     ),
     fault(
+        "backward wgmma: gradients leave through the dS that is read last",
+        "backward_wgmma.cu",
+        "reinterpret_cast<Stage*>(shared.dS[buffer ^ 1].data)",
+        "reinterpret_cast<Stage*>(shared.dS[buffer].data)",
+        "the first consumer stores dK before its last dQ",
+        "backward hopper panels, causal, 200x390x2x5x5",
+    ),
+    fault(
+        "backward wgmma: gradients of both consumers leave through one place",
+        "backward_wgmma.cu",
+        "(shared.dS[buffer ^ 1].data)[thread_index() / 32]",
+        "(shared.dS[buffer ^ 1].data)[thread_index() % 128 / 32]",
+        "both store at a time",
+        "backward hopper panels, causal, 200x390x2x5x5",
+    ),
+    fault(
         "dq halves: columns beyond the head dim",
         "backward_wgmma.cu",
         "store_rows(dq + 64 * dq_panel(part), params.dq_row_stride, rows, kHeadDim - 64 * dq_panel(part), dQ);",
