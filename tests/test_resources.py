@@ -369,6 +369,8 @@ def test_size_of_panels_by_hand():
     assert shared_bytes("forward", full, problem(128)) == 2 * 128 * (128 + 3 * 128 * 2) + 1024
     narrow = TileConfig("wgmma", 128, 48, 12, 2)
     assert shared_bytes("forward", narrow, problem(256)) == 4 * 128 * (128 + 2 * 48 * 2) + 1024 + out
+    pair = dataclasses.replace(WGMMA, cluster=2)
+    assert shared_bytes("forward", pair, problem(64)) == 128 * rows + 1024
     unmasked = problem(256, band=Band(None, None))  # measured slower
     assert shared_bytes("forward", narrow, unmasked) == 4 * 128 * (128 + 2 * 48 * 2) + 1024
 

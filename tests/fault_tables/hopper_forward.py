@@ -166,14 +166,6 @@ FAULTS = [
         "hopper three, plain, 300x100x2x3x3",
     ),
     fault(
-        "row stage: of the first block of a cluster",
-        "include/row_stage.cuh",
-        "stmatrix_x4(own_address(",
-        "stmatrix_x4(shared_address(",
-        "the second block has its own",
-        "hopper pair, causal, 300x150x1x5x1",
-    ),
-    fault(
         "row stage: rows of the first warp only",
         "include/row_stage.cuh",
         "first_row = thread_index() % 128 / 32 * kRows;",
