@@ -17,6 +17,7 @@ from oracles import DTYPES, Answer, assert_bitwise, assert_close, assert_lse_clo
 
 import cupyflash
 from cupyflash import dispatch, heuristics
+from cupyflash.engine import Engine
 from cupyflash.problem import Problem
 from cupyflash.reference import reference_backward, reference_forward
 from cupyflash.tiles import TileConfig, tile_head_dims
@@ -457,9 +458,22 @@ def hopper(runtime):
         pytest.skip("family wgmma runs on sm_90 only")
     yield runtime
     cupy.cuda.Device().synchronize()
-    assert runtime._tile_counters
     for counter in runtime._tile_counters.values():
         assert (to_host(counter) == 0).all()
+
+
+@pytest.fixture
+def counting(hopper):
+    """Attention by blocks that take the next tile from a counter, whatever is tuned."""
+    engine = Engine(hopper, {"forward": TileConfig("wgmma", 128, 128, 12, 2)})
+
+    def forward(q, k, v, out=None, lse=None, **options):
+        out = cupy.empty_like(q) if out is None else out
+        engine.forward(Problem.of(q, k, v, **options), q, k, v, out, lse)
+        return out
+
+    yield forward
+    assert hopper._tile_counters
 
 
 @pytest.mark.parametrize(
@@ -500,32 +514,34 @@ def test_more_tiles_than_multiprocessors(hopper, dtype, D, Dv, options):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}])
 @pytest.mark.parametrize("steep", [False, True])
-def test_a_thousand_times_the_same_bits(hopper, options, steep):
+def test_a_thousand_times_the_same_bits(counting, options, steep):
     """Who computes which tile depends on the clock; what a tile becomes does not, repeated or not."""
     q, k, v, _ = on_host(2, 1100, 1000, 20, 4, 128)
     if steep:  # the weights of some tiles overflow
         q[:, :, ::3] *= 8
     q, k, v = map(to_gpu, (q, k, v))
-    first = cupyflash.attention(q, k, v, return_lse=True, **options)
+    shape = (2, 20, 1100)  # of lse
+    first_lse, lse = cupy.empty(shape, np.float32), cupy.empty(shape, np.float32)
+    first = counting(q, k, v, lse=first_lse, **options)
     for _ in range(1000):
-        assert_same_bits(cupyflash.attention(q, k, v, return_lse=True, **options), first)
+        assert_same_bits((counting(q, k, v, lse=lse, **options), lse), (first, first_lse))
 
 
-def test_a_captured_forward_is_replayed_on_two_streams_at_once(hopper):
+def test_a_captured_forward_is_replayed_on_two_streams_at_once(counting):
     """They would share a counter: a captured launch has none."""
     host = on_host(2, 1100, 1000, 20, 4, 128)
     capturing, *streams = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
     with capturing:
         q, k, v = map(to_gpu, host[:3])
-        expected = cupyflash.attention(q, k, v, causal=True)
+        expected = counting(q, k, v, causal=True)
         targets = [cupy.full_like(expected, np.nan) for _ in streams]
         graphs = []
         for target in targets:
-            cupyflash.attention(q, k, v, out=target, causal=True)
+            counting(q, k, v, target, causal=True)
             target.fill(np.nan)
             capturing.synchronize()
             capturing.begin_capture()
-            cupyflash.attention(q, k, v, out=target, causal=True)
+            counting(q, k, v, target, causal=True)
             graphs.append(capturing.end_capture())
     for _ in range(20):
         for stream, graph in zip(streams, graphs, strict=True):
@@ -537,16 +553,16 @@ def test_a_captured_forward_is_replayed_on_two_streams_at_once(hopper):
         cupy.cuda.Device().synchronize()
 
 
-def test_streams_have_counters_of_their_own(hopper):
+def test_streams_have_counters_of_their_own(counting):
     q, k, v, _ = map(to_gpu, on_host(2, 1100, 1000, 20, 4, 128))
-    expected = cupyflash.attention(q, k, v, causal=True)
+    expected = counting(q, k, v, causal=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     cupy.cuda.Device().synchronize()
     results = []
     for _ in range(50):
         for stream in streams:
             with stream:
-                results.append(cupyflash.attention(q, k, v, causal=True))
+                results.append(counting(q, k, v, causal=True))
     cupy.cuda.Device().synchronize()
     for result in results:
         assert_same_bits([result], [expected])
