@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/stamps
 skip_without =
 endif
-PYTEST := $(PY) -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS))
+PYTEST := $(PY) -m pytest $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist worksteal)
 COVERAGE := build/coverage
 with_coverage = rm -rf $(COVERAGE) && KERNEL_COVERAGE=$(abspath $(COVERAGE)) $(PYTEST) $(1) && $(PY) tests/kernel_coverage.py $(COVERAGE)
 PIP := $(PY) -m pip --disable-pip-version-check install -q
