@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import emulated_cases
+import run_cases
 from fault_tables import FAULTS
 
 from cupyflash import kernels_cu
@@ -46,7 +47,7 @@ def _fails(case, sources, answer):
     faulthandler.disable()
     with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
         try:
-            emulated_cases.run(case, sources=sources)
+            run_cases.run(case, sources=sources)
         except (AssertionError, RuntimeError) as error:
             answer.send(str(error).splitlines()[0])
         else:
@@ -55,7 +56,7 @@ def _fails(case, sources, answer):
 
 def failure(case, sources, seconds=60):
     """How a case fails with the kernels of a folder; empty if it does not."""
-    emulated_cases.prepared(case)  # here, for all faults that it catches
+    run_cases.prepared(case)  # here, for all faults that it catches
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
     process = fork.Process(target=_fails, args=(case, sources, there))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import emulated_cases
+import run_cases
 
 from cupyflash.runtime import emulated
 
@@ -37,7 +38,7 @@ def main():
         os.execve(sys.executable, [sys.executable, *sys.argv], environment())
     sources = os.environ.get("KERNELS")
     for name in sys.argv[1:] or CASES:
-        emulated_cases.run(
+        run_cases.run(
             name, schedules=emulated_cases.SCHEDULES[-1:], sanitize=True, sources=Path(sources) if sources else None
         )
         print(f"{name}: no access out of bounds", flush=True)

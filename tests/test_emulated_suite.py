@@ -2,6 +2,7 @@
 
 import emulated_cases
 import pytest
+import run_cases
 
 from cupyflash.runtime import emulated
 
@@ -14,4 +15,4 @@ pytestmark = [
 
 @pytest.mark.parametrize("case", emulated_cases.CASES)
 def test_kernels_are_right_in_every_order(case):
-    emulated_cases.run(case)
+    run_cases.run(case)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import emulated_cases
 import numpy as np
 import pytest
+import run_cases
 from backends import GpuBackend
 from oracles import DTYPES, Answer, assert_bitwise, assert_close, assert_lse_close, naive_backward, naive_forward
 
@@ -423,7 +424,7 @@ def test_graphs_are_replayed_with_new_data(deterministic):
 def test_v1_is_right(case):
     """The cases that the emulated device runs in several orders."""
     tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)
-    emulated_cases.run_on([GpuBackend(tiles)] * 2, case)
+    run_cases.run_on([GpuBackend(tiles)] * 2, case)
 
 
 @pytest.mark.parametrize("case", [name for name, c in emulated_cases.CASES.items() if c.kind.startswith("split")])
@@ -432,7 +433,7 @@ def test_split_float32_is_right(runtime, case):
     if runtime.limits().arch not in heuristics.SPLIT_ARCHS:
         pytest.skip("float32 is split on sm_80 and sm_90 only")
     tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)
-    emulated_cases.run_on([GpuBackend(tiles)], case)
+    run_cases.run_on([GpuBackend(tiles)], case)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
@@ -482,7 +483,7 @@ def counting(hopper):
 def test_hoppers_kernels_are_right(hopper, case):
     """The cases that the emulated device runs in several orders."""
     tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)
-    emulated_cases.run_on([GpuBackend(tiles)] * 2, case)
+    run_cases.run_on([GpuBackend(tiles)] * 2, case)
 
 
 def forward_by(family, runtime, q, k, v, **options):
@@ -583,7 +584,7 @@ def on_hopper(runtime):
 def test_hoppers_backward_is_right(on_hopper, case):
     """The cases that the emulated device runs in several orders."""
     tiles = dict(emulated_cases.KINDS[emulated_cases.CASES[case].kind].tiles)
-    emulated_cases.run_on([GpuBackend(tiles)] * 2, case)
+    run_cases.run_on([GpuBackend(tiles)] * 2, case)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

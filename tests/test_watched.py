@@ -6,6 +6,7 @@ import subprocess
 import emulated_cases
 import faults
 import pytest
+import run_cases
 from fault_tables.fault import Fault
 
 from cupyflash.runtime import emulated
@@ -41,7 +42,7 @@ def watched(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_read_what_was_written(case):
-    emulated_cases.run(case, schedules=emulated_cases.SCHEDULES[-1:])
+    run_cases.run(case, schedules=emulated_cases.SCHEDULES[-1:])
 
 
 @pytest.mark.parametrize(
