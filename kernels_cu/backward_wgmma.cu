@@ -661,6 +661,8 @@ DEVICE void Consumer::run() {
     } else {
         pass_turn();
     }
+    if (kBand)
+        named_sync(kConsumersMeet, 128 * kConsumers);  // keys that nobody sees are stored at once, through these zeros
     Works works(shared);
 #pragma unroll 1
     for (;;) {
