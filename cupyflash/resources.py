@@ -127,8 +127,8 @@ def _v1_shared_bytes(task: Task, config: TileConfig, d: int, dv: int, size: int)
 def stages_rows(config: TileConfig, problem: Problem) -> bool:
     """Whether O of the forward of "wgmma" leaves through shared memory: wherever that has room beside the tiles.
 
-    Not above head dim 128 without a mask, where it took 1% longer on an H200, and not in clusters, whose blocks' shared
-    addresses are others.
+    Not above head dim 128 without a mask, where it took 1% longer on an H200, and not in clusters, where nobody has run
+    it.
     """
     if config.cluster > 1 or (max(problem.head_dim, problem.head_dim_v) > 128 and not problem.is_masked):
         return False

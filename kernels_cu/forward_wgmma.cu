@@ -69,7 +69,7 @@ struct alignas(16) Tile {
 constexpr u32 kSlots = 2, kMarks = 4 * kCluster;
 
 /// What O leaves through, if shared memory has room for it.
-static_assert(!CF_STAGED_ROWS || !kPaired, "in a cluster stmatrix wants addresses that name the block");
+static_assert(!CF_STAGED_ROWS || !kPaired, "nobody has run that");
 template <bool kStaged>
 struct Out {
     RowStage<Element> stages[4 * kConsumers];

@@ -3,6 +3,7 @@
 #include "platform/atomic.cuh"
 #include "platform/cluster.cuh"
 #include "platform/mbarrier.cuh"
+#include "platform/stmatrix.cuh"
 #include "platform/thread.cuh"
 #include "platform/tma.cuh"
 #include "platform/types.cuh"
@@ -307,6 +308,14 @@ KERNEL(32, 1) CLUSTERED void one_thread_less(PARAMS(ShareParams)) {
 KERNEL(32, 1) CLUSTERED void no_such_block(PARAMS(ShareParams)) {
     if (lane_index() == 0)
         barrier_arrive_at(box_storage().full, CF_CLUSTER);
+}
+
+/// stmatrix takes addresses of any block.
+KERNEL(32, 1) CLUSTERED void place_of_the_first_block(PARAMS(ShareParams)) {
+    const u32 r[4] = {};
+    auto& row = box_storage().box[16 * lane_index()];
+    stmatrix_x4(own_address(&row), r);
+    stmatrix_x4(shared_address(&row), r);
 }
 
 // ---- Named barriers, registers, and what is not allowed.

@@ -334,6 +334,7 @@ def test_faults_in_a_cluster_are_caught(fault, message):
         ("leave_alone", 2, r"block 0, thread 0 .*: barrier_arrive_at: block 1 of the cluster has ended"),
         ("one_thread_less", 2, r"warp 0, lanes 7-7: returned"),
         ("no_such_block", 2, r"barrier_arrive_at: block 2 of the cluster does not exist"),
+        ("place_of_the_first_block", 2, r"block 1, .*: stmatrix_x4: the address is in block 0 of the cluster"),
         ("share", 3, r"the grid is no multiple of the cluster's blocks"),
     ],
 )

@@ -31,7 +31,7 @@ struct alignas(128) RowStage {
                                   pack<T>(tile.at(n, 1, 0), tile.at(n, 1, 1)),
                                   pack<T>(tile.at(n + 1, 0, 0), tile.at(n + 1, 0, 1)),
                                   pack<T>(tile.at(n + 1, 1, 0), tile.at(n + 1, 1, 1))};
-                stmatrix_x4(shared_address(chunk(lane % 16, n - first / 8 + lane / 16)), r);
+                stmatrix_x4(own_address(chunk(lane % 16, n - first / 8 + lane / 16)), r);
             }
             warp_sync();
             const u32 chunks = (kColsUsed - first < kCols ? kColsUsed - first : kCols) / 8;

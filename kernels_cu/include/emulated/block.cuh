@@ -28,7 +28,6 @@ bool meet_block(const char* name, bool predicate);
 
 /// Meets all threads of all blocks of the cluster.
 void meet_cluster();
-u32 cluster_rank();
 /// 1 unless the kernel says otherwise, in cluster.cuh: launch.cu is the same for all kernels.
 u32 cluster_blocks();
 /// While it lives, what this thread does is done in block `rank` of its cluster. It must not wait meanwhile.

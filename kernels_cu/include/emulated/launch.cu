@@ -676,6 +676,12 @@ u8* shared_pointer(SharedAddress address, u32 bytes, const char* who) {
     return block->shared.get() + offset;
 }
 
+u8* own_pointer(SharedAddress address, u32 bytes, const char* who) {
+    if (address >> kAddressBits != cluster_rank())
+        fail("%s: the address is in block %u of the cluster", who, address >> kAddressBits);
+    return shared_pointer(address & ((1u << kAddressBits) - 1), bytes, who);
+}
+
 const u8* async_view(SharedAddress address, u32 bytes, const char* who) {
     return block->async_view.get() + (shared_pointer(address, bytes, who) - block->shared.get());
 }

@@ -33,11 +33,11 @@ void ldmatrix_x4(void* const* lane) {
 }  // namespace emulated
 
 DEVICE void ldmatrix_x4(u32 (&r)[4], SharedAddress row) {
-    emulated::MatrixOperands operands = {emulated::shared_pointer(row, 16, "ldmatrix_x4"), r, nullptr};
+    emulated::MatrixOperands operands = {emulated::own_pointer(row, 16, "ldmatrix_x4"), r, nullptr};
     emulated::meet_warp("ldmatrix_x4", &operands, emulated::ldmatrix_x4<false>);
 }
 
 DEVICE void ldmatrix_x4_transposed(u32 (&r)[4], SharedAddress row) {
-    emulated::MatrixOperands operands = {emulated::shared_pointer(row, 16, "ldmatrix_x4_transposed"), r, nullptr};
+    emulated::MatrixOperands operands = {emulated::own_pointer(row, 16, "ldmatrix_x4_transposed"), r, nullptr};
     emulated::meet_warp("ldmatrix_x4_transposed", &operands, emulated::ldmatrix_x4<true>);
 }

@@ -18,11 +18,11 @@ void stmatrix_x4(void* const* lane) {
 }  // namespace emulated
 
 DEVICE void stmatrix_x4(SharedAddress row, const u32 (&r)[4]) {
-    emulated::MatrixOperands operands = {emulated::shared_pointer(row, 16, "stmatrix_x4"), nullptr, r};
+    emulated::MatrixOperands operands = {emulated::own_pointer(row, 16, "stmatrix_x4"), nullptr, r};
     emulated::meet_warp("stmatrix_x4", &operands, emulated::stmatrix_x4<false>);
 }
 
 DEVICE void stmatrix_x4_transposed(SharedAddress row, const u32* r) {
-    emulated::MatrixOperands operands = {emulated::shared_pointer(row, 16, "stmatrix_x4_transposed"), nullptr, r};
+    emulated::MatrixOperands operands = {emulated::own_pointer(row, 16, "stmatrix_x4_transposed"), nullptr, r};
     emulated::meet_warp("stmatrix_x4_transposed", &operands, emulated::stmatrix_x4<true>);
 }

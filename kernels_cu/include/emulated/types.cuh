@@ -40,10 +40,20 @@ u32 shared_offset(const void* pointer);
 /// Host address of `bytes` bytes at `address`; they must lie in shared memory and be aligned to their size.
 u8* shared_pointer(SharedAddress address, u32 bytes, const char* who);
 
+/// In a cluster some instructions take addresses of any of its blocks, and need the block's rank above these bits.
+constexpr u32 kAddressBits = 24;
+u32 cluster_rank();
+/// shared_pointer for those that mean this block's.
+u8* own_pointer(SharedAddress address, u32 bytes, const char* who);
+
 }  // namespace emulated
 
 DEVICE SharedAddress shared_address(const void* pointer) {
     return emulated::kSharedBase + emulated::shared_offset(pointer);
+}
+
+DEVICE SharedAddress own_address(const void* pointer) {
+    return shared_address(pointer) | emulated::cluster_rank() << emulated::kAddressBits;
 }
 
 /// Where the block's shared memory begins. A macro, for it is another place in every host thread.
