@@ -68,8 +68,9 @@ struct alignas(16) Tile {
 // too, before the first mark is seen.
 constexpr u32 kSlots = 2, kMarks = 4 * kCluster;
 
+static_assert(!CF_STAGED_ROWS || !kPaired,
+              "O leaves through shared memory in blocks without a cluster only: resources.py");
 /// What O leaves through, if shared memory has room for it.
-static_assert(!CF_STAGED_ROWS || !kPaired, "nobody has run that");
 template <bool kStaged>
 struct Out {
     RowStage<Element> stages[4 * kConsumers];

@@ -1,6 +1,6 @@
 // ldmatrix: four 8x8 matrices of 16-bit elements (8 rows of 16 bytes each) from shared memory to one warp's registers.
-// Lane l passes the address (own_address) of row l % 8 of matrix l / 8; afterwards it holds, of each matrix, the two neighbouring
-// elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1). PTX ISA: ldmatrix.
+// Lane l passes the address of row l % 8 of matrix l / 8, in a cluster by own_address; afterwards it holds, of each
+// matrix, the two neighbouring elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1). PTX ISA: ldmatrix.
 #pragma once
 #include "platform/types.cuh"
 
