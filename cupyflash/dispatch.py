@@ -378,6 +378,7 @@ def defines_of(
             "CF_ROUNDED_QUERIES": config.rounded_queries,
             "CF_REGISTER_V": int(config.values_in_registers),
             "CF_FIRST_STORES": int(config.first_stores),
+            "CF_FOLDED_ROWS": int(resources.folds_rows(config, problem)),
             "CF_DETERMINISTIC": int(problem.deterministic),
         }
     return defines

@@ -32,6 +32,7 @@ _CONSUMER_REGISTERS = {2: 232, 3: 160, 4: 112}  # per thread, by the number of c
 _BACKWARD_CONSUMERS = 2
 _WORKS, _WORK_BYTES = 2, 32  # announced ahead, kernels_cu/backward_wgmma.cu
 _BACKWARD_CONSUMER_REGISTERS = 240
+_PART_BYTES, _PICK_BYTES = 16, 256  # of LSE and delta as operands, kernels_cu/include/tile_rows.cuh
 _CAP_REGISTERS = 24  # that tanh takes beside all scores of a tile
 # The backward above head dim 128 has one tile, and warpgroups of one role each: dV, dK, dQ, and the producer.
 _WIDE_TILE = 64
@@ -92,8 +93,10 @@ def shared_bytes(task: Task, config: TileConfig, problem: Problem) -> int:
     if config.family == "simt":
         return _SIMT_SHARED_BYTES[task](Br, Bc, d, dv, stages, size)
     if config.family == "wgmma" and task != "forward":
-        formula = _wide_backward_shared_bytes if is_wide(task, config) else _wgmma_backward_shared_bytes
-        return formula(config, *(-(-x // _PANEL_COLUMNS) for x in (d, dv)))
+        panels, panels_v = (-(-x // _PANEL_COLUMNS) for x in (d, dv))
+        if is_wide(task, config):
+            return _wide_backward_shared_bytes(config, panels, panels_v)
+        return _wgmma_backward_shared_bytes(config, panels, panels_v, folds_rows(config, problem))
     if config.family == "wgmma":
         tiles = _wgmma_forward_tile_bytes(config, problem)
         return tiles + (_stage_bytes(config) if stages_rows(config, problem) else 0)
@@ -147,12 +150,17 @@ def _wgmma_forward_tile_bytes(config: TileConfig, problem: Problem) -> int:
     return _round_up(tiles + 8 * (2 * consumers + 4 * config.stages) + told, _PANEL_ALIGNMENT)
 
 
-def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int) -> int:
+def folds_rows(config: TileConfig, problem: Problem) -> bool:
+    """Whether LSE is subtracted by the tensor cores where the tiles ask for it: what they compute must be the score."""
+    return config.folded_rows and problem.scale > 0 and not problem.softcap
+
+
+def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int, folded: bool) -> int:
     Br, Bc, stages = config.Br, config.Bc, config.stages
     tiles = _PANEL_ROW_BYTES * (Bc + stages * Br) * (panels + panels_v)  # K, V, Q and dO
     weights = 2 * _PANEL_ROW_BYTES * Br * (Bc // _PANEL_COLUMNS)  # dS
     sums = 4 * Br * panels * _PANEL_COLUMNS  # dQ
-    rows = 2 * stages * Br * 4  # LSE and delta
+    rows = stages * Br * (_PART_BYTES if folded else 2 * 4) + (_PICK_BYTES if folded else 0)  # LSE and delta
     barriers = 8 * (4 + 3 * stages + 2 * _WORKS) + _WORK_BYTES * _WORKS
     flags = 2 * 4 * _BACKWARD_CONSUMERS + 4 * stages
     return _round_up(tiles + weights + sums + rows + barriers + flags, _PANEL_ALIGNMENT)
@@ -361,8 +369,8 @@ def _why_not_wide(config: TileConfig, problem: Problem) -> str | None:
         )
     if config.stages < 2:
         return "stages is 1; the scores of a tile are computed beside the gradients of the one before, which takes 2"
-    if config.values_in_registers or config.rounded_queries:
-        return "values_in_registers and rounded_queries are of the kernel for head dims up to 128"
+    if config.values_in_registers or config.rounded_queries or config.folded_rows:
+        return "values_in_registers, rounded_queries and folded_rows are of the kernel for head dims up to 128"
     if problem.deterministic:
         return "above head dim 128 dQ is added to its sum in any order; a deterministic backward is computed by mma"
     return None

@@ -32,6 +32,7 @@
 #include "row_stage.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
+#include "tile_rows.cuh"
 #include "traits.cuh"
 #include "warpgroup_tile.cuh"
 #include "weights.cuh"
@@ -46,6 +47,10 @@ constexpr u32 kConsumerWarps = 4 * kConsumers;
 constexpr u32 kExactQueries = kScoreKind == 2 ? kBr : kBr - CF_ROUNDED_QUERIES;
 static_assert(kExactQueries % 8 == 0);
 constexpr bool kRegisterV = CF_REGISTER_V;  // V, the same for all tiles, stays in registers
+
+constexpr bool kFoldedRows = CF_FOLDED_ROWS;  // the tensor cores subtract LSE and delta
+static_assert(!kFoldedRows || kScoreKind == 0, "a score is the product that LSE is subtracted from");
+using Rows = Select<kFoldedRows, FoldedRows, LoadedRows>::type;
 
 using TileK = PanelTile<Element, kBc, kD>;
 using TileV = PanelTile<Element, kBc, kDv>;
@@ -71,8 +76,7 @@ struct SharedStorage {
     TileDO dO[kStages];
     TileDS dS[2];
     float dQ[kConsumers][kDqHalf];
-    float lse[kStages][kBr];  // see load_rows
-    float delta[kStages][kBr];
+    Rows rows;
     Work slots[kSlots];
     Barrier slot_full[kSlots], slot_empty[kSlots];
     Barrier K_full, K_empty, V_full, V_empty, Q_full[kStages], dO_full[kStages], empty[kStages];
@@ -234,9 +238,9 @@ DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared)
         for (i32 n = 0; n < work.steps; ++n) {
             const QueryRows rows(params, work.batch, walk.head, walk.first_query());
             barrier_wait(shared.empty[ring.at], ring.parity ^ 1);
-            rows.store(shared.lse[ring.at], shared.delta[ring.at]);
+            const u32 rare = shared.rows.store(ring.at, rows, walk.head, params.scale);
             if (lane_index() == 0)
-                shared.rare[ring.at] = rows.rare();
+                shared.rare[ring.at] = rare;
             warp_sync();
             if (lane_index() == 0)
                 barrier_arrive(shared.Q_full[ring.at]);
@@ -350,22 +354,18 @@ struct Consumer {
     /// Of both consumers.
     DEVICE Range work_keys() const { return Range{keys.first - static_cast<i32>(64 * index), 0}.part(0, kBc); }
 
-    /// dP becomes dS = P (dP - delta).
-    DEVICE void differentiate(const Scores& S, const Weights& P, Scores& dP) const {
-        const float* delta = shared.delta[ring.at] + S.col(0);
-#pragma unroll
-        for (u32 n = 0; n < S.kPairs; ++n) {
-            const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
-            const bool rounded = 8 * n + 8 > kExactQueries;
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half) {
-                const u32 pair = P.x[2 * n + half];
-                const float p[2] = {rounded ? to_float(Element{static_cast<u16>(pair)}) : S.at(n, half, 0),
-                                    rounded ? to_float(Element{static_cast<u16>(pair >> 16)}) : S.at(n, half, 1)};
-                dP.at(n, half, 0) = p[0] * (dP.at(n, half, 0) - row_delta.x);
-                dP.at(n, half, 1) = p[1] * (dP.at(n, half, 1) - row_delta.y);
-            }
+    /// LSE (0) and delta (1) of a rare tile's queries, where all lanes of a warp can load them: in a part of this warp's own of
+    /// where the warpgroup's dS will be, which as yet is free.
+    DEVICE const float* rare_numbers(i32 first_query, u32 rare, u32 which) {
+        float* numbers = reinterpret_cast<float*>(shared.dS[buffer].data) + index * (TileDS::kPanelBytes / 4) +
+                         thread_index() % 128 / 32 * (2 * kBr);
+        if (which == 0) {
+            QueryRows rows(params, work->batch, static_cast<i32>(rare >> kRareBits), first_query);
+            rows.fused = false;
+            rows.store(numbers, numbers + kBr);
+            warp_sync();
         }
+        return numbers + which * kBr;
     }
 
     /// Cleans the current tile's Q and dO, once S and dP are computed. Both consumers.
@@ -455,6 +455,7 @@ DEVICE void Consumer::compute() {
         wgmma_fence();
         wgmma_settle(S.x);
         multiply_transposed<TileK, TileQ>(S, K_rows, opaque64(shared.Q[ring.at].along_cols()));
+        shared.rows.subtract_lse(S, ring.at);
         wgmma_commit();
     };
     auto start_dP = [&](Scores& dP) {
@@ -464,6 +465,7 @@ DEVICE void Consumer::compute() {
             multiply_transposed<TileDO>(dP, V, opaque64(shared.dO[ring.at].along_cols()));
         else
             multiply_transposed<TileV, TileDO>(dP, V_rows, opaque64(shared.dO[ring.at].along_cols()));
+        shared.rows.subtract_delta(dP, ring.at);
         wgmma_commit();
     };
     auto start_dV_dK = [&] {
@@ -523,21 +525,19 @@ DEVICE void Consumer::compute() {
     /// S and dP, which are under way in this order, become P and dS.
     auto finish_S_dP = [&](Scores& S, Scores& dP) {
         const u32 rare = shared.rare[ring.at];
+        const auto numbers = [&](u32 which) { return rare_numbers(first_query, rare, which); };
         wgmma_wait<1>();
         wgmma_settle(S.x);
         const bool hidden =
             !band.all_visible(queries_of(first_query), keys) || first_query > params.seqlen_q - static_cast<i32>(kBr);
         if constexpr (kScoreKind != 0)
             S.each([&](float& s) { s = score(s); });
-        if (warp_any((rare & kPrecise) != 0))
-            exponentiate<false>(S, P, score, shared.lse[ring.at]);
-        else
-            exponentiate<true>(S, P, score, shared.lse[ring.at]);
+        shared.rows.exponentiate(S, P, score, ring.at, rare, numbers);
         if (hidden)
             hide(P, band, keys, first_query);
         wgmma_wait<0>();
         wgmma_settle(dP.x);
-        differentiate(S, P, dP);
+        shared.rows.template differentiate<kExactQueries>(S, P, dP, ring.at, rare, numbers);
         dS.round(dP);
         if (hidden)
             hide(dS, band, keys, first_query);
@@ -553,6 +553,8 @@ DEVICE void Consumer::compute() {
             if (lane_index() == 0)
                 shared.shrunk[buffer][thread_index() / 32] = shrunk;
         }
+        if (kFoldedRows && warp_any((rare & kPrecise) != 0))
+            named_sync(kConsumerMeets + index, 128);  // the numbers of other warps are no longer looked at
         store_transposed(shared.dS[buffer], 0, index, dS);
         fence_async_shared();
         if (kBand && may_be_nonfinite(rare) && !band.all_visible(queries_of(first_query), work_keys()) &&
@@ -689,6 +691,7 @@ KERNEL(kThreads, 1) void backward_wgmma(PARAMS(BackwardTensorParams) params) {
     const u32 role = warpgroup_index();
     if (thread_index() == 0)
         init_barriers(shared);
+    shared.rows.init(thread_index());
     block_sync();
     if (role == kConsumers) {
         registers_release<kProducerRegisters>();

@@ -207,6 +207,14 @@ def hopper_backward_matrix():
             ("none", "causal"),
         )
     ]
+    cases["folded rows"] = [
+        (dataclasses.replace(config, folded_rows=True), {"d": d, "dtype": dtype, "band": band})
+        for (config, d), dtype, band in product(
+            ((narrow, 64), (wide, 128), (dataclasses.replace(tall, rounded_queries=32), 128)),
+            ("float16", "bfloat16"),
+            ("none", "causal"),
+        )
+    ]
     cases["other scores"] = [
         (wide, {"d": d, **score}) for d, score in product((64, 128), ({"scale": -0.1}, {"softcap": 30.0}))
     ]

@@ -412,7 +412,8 @@ def test_space_of_warpgroups(d):
 def test_space_of_the_backwards_warpgroups(d, dv, Br):
     found = [config for config in space("backward", problem(d, dv), H200) if config.family == "wgmma"]
     plain = TileConfig("wgmma", Br, 128, 12, 2, rounded_queries=32)
-    assert {plain, dataclasses.replace(plain, first_stores=False)} <= set(found)
+    options = ({}, {"first_stores": False}, {"folded_rows": True})
+    assert {dataclasses.replace(plain, **option) for option in options} <= set(found)
     assert len(set(found)) == len(found)
 
 
@@ -498,7 +499,7 @@ def test_why_not_a_backward_of_warpgroups(p, changes, reason):
             "stages is 1; the scores of a tile are computed beside the gradients of the one before, which takes 2",
         ),
         *(
-            (problem(136), option, "values_in_registers and rounded_queries are of the kernel for head dims up to 128")
+            (problem(136), option, "values_in_registers, rounded_queries and folded_rows are of the kernel for head dims up to 128")
             for option in ({"values_in_registers": True}, {"rounded_queries": 8})
         ),
         (problem(256), {"stages": 3}, "needs 296960 bytes of shared memory per block; NVIDIA H200 has 232448"),

@@ -153,12 +153,13 @@ def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
             yield TileConfig("mma", Br, Bc, warps, stages, blocks)
     else:
         for Br, stages in product((32, 48, 64, 80, 96, 112, 128) if task == "backward" else (), (2, 3)):
-            for rounded, values, first in product(sorted({0, 32, Br}), (True, False), (True, False)):
+            for rounded, values, first, folded in product(sorted({0, 32, Br}), *[(True, False)] * 3):
                 yield TileConfig(
                     *("wgmma", Br, 128, 12, stages),
                     rounded_queries=rounded,
                     values_in_registers=values,
                     first_stores=first,
+                    folded_rows=folded,
                 )
         for stages in (2, 3) if task == "backward" else ():  # head dims above 128
             for rounded, dq_first in product((True, False), repeat=2):

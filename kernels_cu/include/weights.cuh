@@ -61,6 +61,12 @@ template <bool kFused>
 DEVICE void exponentiate(Scores& S, Weights& P, const Score& score, const float* lse) {
     exponentiate<kFused, 0>(S, P, score, lse, [](u32) {});
 }
+/// The same where LSE has been subtracted from S, in its units, and no score is capped.
+DEVICE void exponentiate_differences(Scores& S, Weights& P, const Score& score) {
+    const float to_log2 = score.unit() * kLog2e;
+    S.each([&](float& s) { s = exp2_approx(s * to_log2); });
+    P.round(S);
+}
 
 /// Has rounding made a number infinite? Nearly always one instruction per pair tells that it has not.
 DEVICE bool overflown(const Weights& rounded, const Scores& tile) {

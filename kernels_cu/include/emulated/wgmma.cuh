@@ -15,23 +15,39 @@ DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
            static_cast<u64>(stride >> 4) << 32 | kSwizzle128 << 62;
 }
 
+DEVICE u64 plain_descriptor(SharedAddress address, u32 leading, u32 stride) {
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
+           static_cast<u64>(stride >> 4) << 32;
+}
+
 namespace emulated {
 
 /// A descriptor's fields, from the bits.
 struct Operand {
     u32 address, leading, stride;
-    bool transposed;
+    bool transposed, plain;
 
     Operand(u64 bits, bool transposed_)
         : address((bits & 0x3fff) << 4),
           leading((bits >> 16 & 0x3fff) << 4),
           stride((bits >> 32 & 0x3fff) << 4),
-          transposed(transposed_) {
-        if (bits >> 62 != 1 || (bits >> 49 & 7) != 0)
-            fail("wgmma: descriptor %#llx is not of the 128-byte swizzle with base offset 0", bits);
-        if (address % 1024 >= 128 || stride % 1024 != 0 || (transposed && leading % 1024 != 0))
+          transposed(transposed_),
+          plain(bits >> 62 == 0) {
+        if (bits >> 62 > 1 || (bits >> 49 & 7) != 0)
+            fail("wgmma: descriptor %#llx is of neither the 128-byte swizzle with base offset 0 nor none", bits);
+        if (plain && transposed)
+            fail("wgmma: an operand without a swizzle has its rows along K here, address %u", address);
+        if (!plain && (address % 1024 >= 128 || stride % 1024 != 0 || (transposed && leading % 1024 != 0)))
             fail("wgmma: address %u, leading %u, stride %u: not panels aligned to 1024 bytes", address, leading,
                  stride);
+    }
+
+    /// Where a row's chunk of 16 bytes lies.
+    u32 place(u32 row, u32 chunk) const {
+        if (plain)
+            return address + chunk * leading + row / 8 * stride + row % 8 * 16;
+        const u32 at = address + chunk / 8 * leading + row / 8 * stride + row % 8 * 128 + chunk % 8 * 16;
+        return at ^ (at >> 7 & 7) << 4;
     }
 
     /// Rows (of A) or columns (of B) `first` to first + kCount, all of K, as x[k][n].
@@ -41,9 +57,8 @@ struct Operand {
         for (u32 n = 0; n < rows; ++n)
             for (u32 m = 0; m < chunks; ++m) {
                 const u32 row = transposed ? n : first + n, chunk = transposed ? first / 8 + m : m;
-                const u32 place = address + chunk / 8 * leading + row / 8 * stride + row % 8 * 128 + chunk % 8 * 16;
                 T element[8];
-                __builtin_memcpy(element, async_read(place ^ (place >> 7 & 7) << 4, 16, "wgmma"), 16);
+                __builtin_memcpy(element, async_read(place(row, chunk), 16, "wgmma"), 16);
                 for (u32 e = 0; e < 8; ++e)
                     x[transposed ? n : 8 * m + e][transposed ? 8 * m + e : n] = to_float(element[e]);
             }

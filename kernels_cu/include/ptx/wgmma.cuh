@@ -17,6 +17,13 @@ DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
            static_cast<u64>(stride >> 4) << 32 | kSwizzle128 << 62;
 }
 
+/// An operand without a swizzle, rows along K: units of eight rows of 16 bytes, one after the other. `leading` = bytes between
+/// units along K, `stride` = bytes between groups of eight rows; either may be 0, for the same again.
+DEVICE u64 plain_descriptor(SharedAddress address, u32 leading, u32 stride) {
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
+           static_cast<u64>(stride >> 4) << 32;
+}
+
 /// Before the first product after registers of A or D were written.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
