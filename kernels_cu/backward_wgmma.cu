@@ -50,7 +50,7 @@ constexpr bool kRegisterV = CF_REGISTER_V;  // V, the same for all tiles, stays 
 
 constexpr bool kFoldedRows = CF_FOLDED_ROWS;  // the tensor cores subtract LSE and delta
 static_assert(!kFoldedRows || kScoreKind == 0, "a score is the product that LSE is subtracted from");
-using Rows = Select<kFoldedRows, FoldedRows, LoadedRows>::type;
+using Rows = RowsOf<kFoldedRows>::type;
 
 using TileK = PanelTile<Element, kBc, kD>;
 using TileV = PanelTile<Element, kBc, kDv>;

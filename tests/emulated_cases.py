@@ -113,7 +113,9 @@ KINDS = {
     "hopper pair wide": Kind("bfloat16", (72, 136), wgmma(128, 16, 12, 3, cluster=2, dynamic=False), gpu=FOUR_SMS),
     # A product of dQ has head dims as rows: of 32, 80 and 16 queries.
     "backward hopper": persistent_backward("float16", (64, 64), 64, 2),
-    "backward hopper wide": persistent_backward("bfloat16", (104, 128), 80, 2, rounded_queries=40, first_stores=False, folded_rows=True),
+    "backward hopper wide": persistent_backward(
+        "bfloat16", (104, 128), 80, 2, rounded_queries=40, first_stores=False, folded_rows=True
+    ),
     "backward hopper narrow": persistent_backward(
         "float16", (40, 72), 32, 3, values_in_registers=True, rounded_queries=32
     ),

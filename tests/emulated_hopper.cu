@@ -2,6 +2,7 @@
 // FAULT(x) marks, by name, a line that a test leaves out.
 #include "platform/atomic.cuh"
 #include "platform/cluster.cuh"
+#include "platform/convert.cuh"
 #include "platform/mbarrier.cuh"
 #include "platform/stmatrix.cuh"
 #include "platform/thread.cuh"
@@ -371,6 +372,43 @@ KERNEL(128, 1) void panel_misaligned(PARAMS(OutParams)) {
     wgmma_fence();
     Wgmma<Element, kN>::template shared<false>(d, matrix_descriptor(shared_address(shared.A) + 256, 0, 1024),
                                                matrix_descriptor(shared_address(shared.B), 0, 1024));
+}
+
+/// Small whole numbers, of which products are exact.
+DEVICE float whole(u32 row, u32 column) { return static_cast<float>((3 * row + 5 * column) % 7); }
+
+/// A B^T for 16 columns of both without a swizzle; of B rows are 8 columns, which stand for the other eight, too, and of A one
+/// group of eight rows stands for all.
+KERNEL(128, 1) void plain_operands(PARAMS(OutParams) params) {
+    SharedStorage& shared = shared_storage<SharedStorage>();
+    Element(*A)[8][8] = reinterpret_cast<Element(*)[8][8]>(shared.A);  // [half of the columns][row][column]
+    Element(*B)[8] = reinterpret_cast<Element(*)[8]>(shared.B);        // [row][column]
+    const u32 thread = thread_index();
+    A[thread / 64][thread / 8 % 8][thread % 8] =
+        from_float<Element>(whole(thread / 8 % 8, thread / 64 * 8 + thread % 8));
+    for (u32 n = thread; n < 8 * kN; n += 128)
+        B[n / 8][n % 8] = from_float<Element>(whole(n / 8, n % 8));
+    fence_async_shared();  // FAULT(plain_fence)
+    block_sync();
+    float d[kN / 2];
+    wgmma_fence();
+    Wgmma<Element, kN>::template shared<false>(d, plain_descriptor(shared_address(A), 128, 0),
+                                               plain_descriptor(shared_address(B), 0, 128));
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_settle(d);
+    const u32 row = thread / 32 * 16 + lane_index() / 4;
+    for (u32 n = 0; n < kN / 2; ++n)
+        params.out[(row + 8 * (n / 2 % 2)) * kN + 8 * (n / 4) + 2 * (lane_index() % 4) + n % 2] =
+            static_cast<u32>(d[n]);
+}
+
+KERNEL(128, 1) void plain_along_rows(PARAMS(OutParams)) {
+    SharedStorage& shared = shared_storage<SharedStorage>();
+    float d[kN / 2];
+    wgmma_fence();
+    Wgmma<Element, kN>::template shared<false, true>(d, plain_descriptor(shared_address(shared.A), 128, 0),
+                                                     plain_descriptor(shared_address(shared.B), 0, 128));
 }
 
 KERNEL(32, 1) void one_arrival_too_many(PARAMS(OutParams)) {

@@ -426,6 +426,23 @@ def test_faults_around_stores_are_caught(fault, message):
     assert any(re.search(message, found) for found in messages), messages[:1]
 
 
+@pytest.mark.parametrize("fault", [None, "plain_fence"])
+def test_operands_without_a_swizzle(fault):
+    """Eight rows of A stand for all, and eight columns of B for sixteen: with a stride or a leading distance of 0."""
+
+    def whole(rows, columns):
+        row, column = np.ogrid[:rows, :columns]
+        return (3 * row + 5 * column) % 7
+
+    def run(**options):
+        out = np.zeros((ROWS, 64), np.uint32)
+        misuse("plain_operands", out, threads=128, fault=fault, **options)
+        return out, np.tile(whole(8, 16) @ np.tile(whole(64, 8), 2).T, (ROWS // 8, 1))
+
+    messages = caught(run, seeds=1)
+    assert not messages if fault is None else all("where a thread has written" in message for message in messages)
+
+
 @pytest.mark.parametrize("fault", ["read", "written", "named_sync"])
 def test_faults_around_named_barriers_are_caught(fault):
     def run(**options):
@@ -443,6 +460,7 @@ def test_faults_around_named_barriers_are_caught(fault):
         ("wrong_barrier", 256, r"named_sync: barrier 16 for 256 threads; there are barriers 1 to 15"),
         ("too_many_registers", 384, r"at registers_acquire of 256 per thread: the block has \d+ left"),
         ("one_warp_less", 128, r"warp 3 took part in 0 of the 1 products of its warpgroup"),
+        ("plain_along_rows", 128, r"wgmma: an operand without a swizzle has its rows along K here"),
         ("panel_misaligned", 128, r"wgmma: address 1280, .*: not panels aligned to 1024 bytes"),
         ("one_arrival_too_many", 32, r"barrier_arrive: all 1 arrivals of phase 0 have come to the barrier"),
         ("written_without_fence", 32, r"bulk_reduce_add: reads shared offset \d+, where a thread has written"),

@@ -499,7 +499,11 @@ def test_why_not_a_backward_of_warpgroups(p, changes, reason):
             "stages is 1; the scores of a tile are computed beside the gradients of the one before, which takes 2",
         ),
         *(
-            (problem(136), option, "values_in_registers, rounded_queries and folded_rows are of the kernel for head dims up to 128")
+            (
+                problem(136),
+                option,
+                "values_in_registers, rounded_queries and folded_rows are of the kernel for head dims up to 128",
+            )
             for option in ({"values_in_registers": True}, {"rounded_queries": 8})
         ),
         (problem(256), {"stages": 3}, "needs 296960 bytes of shared memory per block; NVIDIA H200 has 232448"),

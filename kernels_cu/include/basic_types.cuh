@@ -16,15 +16,5 @@ struct BFloat16 {
     u16 bits;
 };
 
-/// A if kCondition, else B.
-template <bool kCondition, typename A, typename B>
-struct Select {
-    using type = A;
-};
-template <typename A, typename B>
-struct Select<false, A, B> {
-    using type = B;
-};
-
 /// Address in the block's shared window, as ldmatrix and cp.async take it.
 using SharedAddress = u32;

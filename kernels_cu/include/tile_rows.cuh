@@ -136,3 +136,12 @@ struct FoldedRows {
             ::differentiate<kExact, false>(S, P, dP, nullptr);
     }
 };
+
+template <bool kFolded>
+struct RowsOf {
+    using type = LoadedRows;
+};
+template <>
+struct RowsOf<true> {
+    using type = FoldedRows;
+};

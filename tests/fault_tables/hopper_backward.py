@@ -292,8 +292,8 @@ FAULTS = [
     fault(
         "backward wgmma: rows' numbers before their buffer is free",
         "backward_wgmma.cu",
-        "            barrier_wait(shared.empty[ring.at], ring.parity ^ 1);\n            const u32 rare = shared.rows.store",
-        "            const u32 rare = shared.rows.store",
+        "            barrier_wait(shared.empty[ring.at], ring.parity ^ 1);\n            const u32 rare",
+        "            const u32 rare",
         "LSE and delta of another tile",
         "backward hopper, plain, 70x300x1x4x2",
     ),
@@ -577,7 +577,7 @@ FAULTS = [
         "            x -= part[n];",
         "            x = 0.0f;",
         "LSE is rounded as P is",
-        "FIND",
+        "backward hopper wide, plain, 1x1",
     ),
     fault(
         "folded rows: LSE is subtracted twice",
@@ -593,7 +593,7 @@ FAULTS = [
         "largest = rows.rare() == 0 ? per_unit : infinity();",
         "largest = per_unit;",
         "a part is not finite, and neither are the products of what it is not for",
-        "FIND",
+        "backward hopper wide, causal, 140x140, hidden gradient",
     ),
     fault(
         "folded rows: parts out of range",
@@ -601,7 +601,7 @@ FAULTS = [
         "largest > CF_ELEMENT_MAX",
         "largest > 3.3e38f",
         "float16 ends before delta does",
-        "FIND",
+        "backward hopper panels, plain, 140x140, overflow",
     ),
     fault(
         "folded rows: numbers of the first head",
@@ -609,15 +609,15 @@ FAULTS = [
         "static_cast<i32>(rare >> kRareBits)",
         "static_cast<i32>(rare >> kRareBits) * 0",
         "rare tiles of other heads have other numbers",
-        "FIND",
+        "backward hopper wide, causal, 300x150x1x3x1",
     ),
     fault(
         "folded rows: dS over numbers that are looked at",
         "backward_wgmma.cu",
-        "        if (kFoldedRows && warp_any((rare & kPrecise) != 0))\n            named_sync(kConsumerMeets + index, 128);",
-        "        if (false)\n            named_sync(kConsumerMeets + index, 128);",
+        "        if (kFoldedRows && warp_any((rare & kPrecise) != 0))",
+        "        if (false)",
         "a warp's dS goes to where others have their numbers",
-        "FIND",
+        "backward hopper wide, causal, 129x33",
     ),
     fault(
         "folded rows: numbers before they are there",
@@ -625,7 +625,7 @@ FAULTS = [
         "            rows.store(numbers, numbers + kBr);\n            warp_sync();",
         "            rows.store(numbers, numbers + kBr);",
         "a lane reads what another one stores",
-        "FIND",
+        "backward hopper wide, causal, 129x33",
     ),
     fault(
         "folded rows: numbers for the fused way",
@@ -633,6 +633,6 @@ FAULTS = [
         "            rows.fused = false;\n",
         "",
         "a rare tile may be rare for another reason",
-        "FIND",
+        "backward hopper wide, causal, 129x33",
     ),
 ]
