@@ -46,11 +46,11 @@ _FORWARD_SPLIT = (
     (128, ((64, 32, 4), (32, 32, 2), (16, 16, 1))),
     (256, ((128, 16, 8), (64, 16, 4), (32, 16, 2), (16, 16, 1))),
 )
-# (Br, Bc, warps, stages, rounded_queries, folded_rows). At head dim 64 a step more is a quarter of a product: no gain.
+# (Br, Bc, warps, stages, rounded_queries)
 _WGMMA_BACKWARD = (
-    (64, ((128, 128, 12, 2, 32, False), (64, 128, 12, 2, 0, False))),
-    (128, ((64, 128, 12, 2, 0, True), (48, 128, 12, 2, 0, True))),
-    (256, ((64, 64, 16, 2, 0, False),)),
+    (64, ((128, 128, 12, 2, 32), (64, 128, 12, 2, 0))),
+    (128, ((64, 128, 12, 2, 0), (48, 128, 12, 2, 0))),
+    (256, ((64, 64, 16, 2, 0),)),
 )
 # Backward: (Br, Bc, warps, stages, score_warps_q, grad_warps_d, dq_warps_d).
 _BACKWARD = (
@@ -214,9 +214,10 @@ def _wgmma_list(task: Task, problem: Problem) -> list[TileConfig]:
         return [TileConfig("wgmma", Br, Bc, warps, stages) for Br, Bc, warps, stages in _first_fit(_WGMMA, head_dim)]
     if task == "backward":
         found = _first_fit(_WGMMA_BACKWARD, head_dim)
+        folded = 64 < head_dim <= 128  # where there are fewer steps, one more is no gain
         return [
             TileConfig("wgmma", Br, Bc, warps, stages, rounded_queries=rounded, folded_rows=folded)
-            for Br, Bc, warps, stages, rounded, folded in found
+            for Br, Bc, warps, stages, rounded in found
         ]
     return []
 

@@ -153,7 +153,7 @@ def _all(task: Task, problem: Problem, limits: Limits) -> Iterator[TileConfig]:
             yield TileConfig("mma", Br, Bc, warps, stages, blocks)
     else:
         for Br, stages in product((32, 48, 64, 80, 96, 112, 128) if task == "backward" else (), (2, 3)):
-            for rounded, values, first, folded in product(sorted({0, 32, Br}), *[(True, False)] * 3):
+            for rounded, (values, first, folded) in product(sorted({0, 32, Br}), product((True, False), repeat=3)):
                 yield TileConfig(
                     *("wgmma", Br, 128, 12, stages),
                     rounded_queries=rounded,
