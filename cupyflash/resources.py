@@ -151,8 +151,12 @@ def _wgmma_forward_tile_bytes(config: TileConfig, problem: Problem) -> int:
 
 
 def folds_rows(config: TileConfig, problem: Problem) -> bool:
-    """Whether LSE is subtracted by the tensor cores where the tiles ask for it: what they compute must be the score."""
-    return config.folded_rows and problem.scale > 0 and not problem.softcap
+    """Whether the tensor cores subtract LSE and delta where the tiles ask for it.
+
+    What they compute must be the score. And float16 has no parts of LSE / scale below 2^-24: with a scale up to 2^10
+    exponents are off by less than 2^-13; with a small one nearly all tiles would be rare.
+    """
+    return config.folded_rows and 2**-10 <= problem.scale <= 2**10 and not problem.softcap
 
 
 def _wgmma_backward_shared_bytes(config: TileConfig, panels: int, panels_v: int, folded: bool) -> int:

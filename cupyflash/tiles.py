@@ -60,8 +60,8 @@ class TileConfig:
         first_stores: "wgmma" backward up to head dim 128 only, what comes first to a sum of dQ is stored, and others
             wait for that; else sums are cleared before. Deterministic sums always do.
         folded_rows: "wgmma" backward up to head dim 128 only, the tensor cores subtract LSE and delta, in a step more
-            of the products for S and dP; else, and always with a cap or a scale that is not positive, every lane loads
-            both for its columns.
+            of the products for S and dP; else, and always with a cap or a scale that is not positive (or beyond 2^-10
+            to 2^10), every lane loads both for its columns.
 
     Shared memory and registers follow from it by ``resources.shared_bytes`` and ``resources.registers``.
     """

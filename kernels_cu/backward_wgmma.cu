@@ -81,7 +81,7 @@ struct SharedStorage {
     Barrier slot_full[kSlots], slot_empty[kSlots];
     Barrier K_full, K_empty, V_full, V_empty, Q_full[kStages], dO_full[kStages], empty[kStages];
     alignas(8) u8 shrunk[2][kConsumerWarps];  // which warps have divided their dS by 2^24
-    volatile u32 rare[kStages];               // what is unusual about the rows of a tile
+    volatile u32 rare[kStages];               // what is unusual about the rows of a tile, see Rows
 };
 
 // Named barriers; all but one for each consumer, kDqFull for each sender, too.
@@ -224,7 +224,7 @@ struct Producer {
     }
 };
 
-/// One warp: LSE, as the exponents want it, and delta of every query tile. Rows beyond the last query are hidden later.
+/// One warp: LSE and delta of every query tile, as Rows has them. Rows beyond the last query are hidden later.
 DEVICE void load_rows(const BackwardTensorParams& params, SharedStorage& shared) {
     Works works(shared);
     Ring<kStages> ring;
@@ -354,8 +354,8 @@ struct Consumer {
     /// Of both consumers.
     DEVICE Range work_keys() const { return Range{keys.first - static_cast<i32>(64 * index), 0}.part(0, kBc); }
 
-    /// LSE (0) and delta (1) of a rare tile's queries, where all lanes of a warp can load them: in a part of this warp's own of
-    /// where the warpgroup's dS will be, which as yet is free.
+    /// LSE (0) and delta (1) of a rare tile's queries, where all lanes of a warp can load them: in a part, this warp's own, of
+    /// the place where the warpgroup's dS will be.
     DEVICE const float* rare_numbers(i32 first_query, u32 rare, u32 which) {
         float* numbers = reinterpret_cast<float*>(shared.dS[buffer].data) + index * (TileDS::kPanelBytes / 4) +
                          thread_index() % 128 / 32 * (2 * kBr);

@@ -117,7 +117,7 @@ KINDS = {
         "bfloat16", (104, 128), 80, 2, rounded_queries=40, first_stores=False, folded_rows=True
     ),
     "backward hopper narrow": persistent_backward(
-        "float16", (40, 72), 32, 3, values_in_registers=True, rounded_queries=32
+        "float16", (40, 72), 32, 3, values_in_registers=True, rounded_queries=32, folded_rows=True
     ),
     # Or queries, each consumer half of them or half of the head dims.
     "backward hopper tall": persistent_backward("bfloat16", (56, 64), 128, 2, rounded_queries=32),
@@ -149,6 +149,7 @@ OPTIONS = {
     "diagonal": {"window": (0, 0)},
     "negative scale": {"causal": True, "scale": -0.3},
     "no scale": {"scale": 0.0},
+    "small scale": {"scale": 2**-9},
     "softcap": {"window": (20, 3), "softcap": 1.5},
     "deterministic": {"deterministic": True},
     "deterministic causal": {"deterministic": True, "causal": True},
@@ -448,6 +449,8 @@ CASES = {
             Case(kind, "causal", (140, 230, 2, 2, 1), layout="tight")
             for kind in ("backward hopper", "backward hopper roles")
         ),
+        Case("backward hopper wide", "causal", (129, 33), layout="tight"),  # rows that see nothing, in rare tiles
+        Case("backward hopper panels", "small scale", (140, 140), "far below"),  # LSE / scale is no float16
         # Gradients of LSE, in every kernel that has delta: heads that share keys, rows that see nothing, and NaN.
         *(
             Case(kind, options, shape, dlse=dlse)

@@ -184,8 +184,8 @@ def hopper_matrix():
 def hopper_backward_matrix():
     """The same of the backward: {what is compiled, and why: [(its tiles, what differs from the common case)]}"""
     narrow = TileConfig("wgmma", 128, 128, 12, 2, rounded_queries=32)
-    wide = TileConfig("wgmma", 64, 128, 12, 2)
-    tall = dataclasses.replace(wide, Br=80, rounded_queries=80)
+    wide = TileConfig("wgmma", 64, 128, 12, 2, folded_rows=True)
+    tall = dataclasses.replace(wide, Br=80, rounded_queries=32)
     equal = [(narrow, 64, 64), (wide, 128, 128), (tall, 128, 128)]
     mixed = [(narrow, 40, 24), (wide, 64, 128), (wide, 128, 64), (wide, 96, 96)]
     chosen = {"float16": equal, "bfloat16": [*equal, *mixed]}
@@ -201,17 +201,13 @@ def hopper_backward_matrix():
             (
                 (wide, 128, {"first_stores": False}),
                 (wide, 128, {"rounded_queries": 64}),
+                (wide, 128, {"folded_rows": False}),
+                (tall, 128, {"folded_rows": False}),
                 (narrow, 64, {"first_stores": False}),
+                (narrow, 64, {"folded_rows": True}),
                 (wide, 64, {"stages": 3}),
+                (narrow, 40, {"Br": 32, "values_in_registers": True}),
             ),
-            ("none", "causal"),
-        )
-    ]
-    cases["folded rows"] = [
-        (dataclasses.replace(config, folded_rows=True), {"d": d, "dtype": dtype, "band": band})
-        for (config, d), dtype, band in product(
-            ((narrow, 64), (wide, 128), (dataclasses.replace(tall, rounded_queries=32), 128)),
-            ("float16", "bfloat16"),
             ("none", "causal"),
         )
     ]

@@ -446,6 +446,31 @@ def test_parameters_of_a_backward_with_tensor_maps(hopper):
     assert (packed["lse"], packed["band_last"]) == (lse.ctypes.data, 30 + 3)
 
 
+@pytest.mark.parametrize(
+    ("folded_rows", "options", "folds"),
+    [
+        (True, {}, True),
+        (True, {"causal": True, "scale": 0.3}, True),
+        (False, {}, False),
+        (True, {"scale": -0.3}, False),
+        (True, {"scale": 0.0}, False),
+        (True, {"scale": 1024.0}, True),
+        (True, {"scale": 1025.0}, False),
+        (True, {"scale": 1 / 1024}, True),
+        (True, {"scale": 1 / 1025}, False),
+        (True, {"softcap": 20.0}, False),
+    ],
+)
+def test_tensor_cores_subtract_lse_where_their_product_is_the_score(folded_rows, options, folds):
+    """Per query of the two tiles in flight 16 bytes instead of 8, and 256 more; all in units of 1,024."""
+    q, k, v, _ = arrays(Sq=100, Sk=130, D=128)
+    config = dataclasses.replace(HOPPER_BACKWARD, folded_rows=folded_rows)
+    plan = dispatch.plan_backward(Problem.of(q, k, v, **options), 16, HOPPER, {"backward": config})
+    main = plan.launches[1][0]
+    assert dict(main.defines)["CF_FOLDED_ROWS"] == folds
+    assert main.shared_bytes == 1024 * (32 + 32 + 2 * (16 + 16) + 2 * 16 + 32 + (3 if folds else 2))
+
+
 @pytest.mark.parametrize(("d", "columns"), [(40, 64), (64, 64), (72, 128), (128, 128)])
 def test_launches_of_a_backward_with_tensor_maps(d, columns):
     """All three kernels are one module; dQ is summed in panels of 64 columns, beside counters of sums and of keys."""
@@ -529,7 +554,7 @@ def test_blocks_stay_in_the_backward_too(hopper):
         assert (main.name, grid) == ("backward_wgmma", expected)
 
 
-@pytest.mark.parametrize(("deterministic", "first_stores", "causal"), itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize(("deterministic", "first_stores", "causal"), list(itertools.product([False, True], repeat=3)))
 def test_only_blocks_that_wait_for_later_ones_are_launched_together(deterministic, first_stores, causal):
     q, k, v, _ = arrays(D=64)
     problem = Problem.of(q, k, v, deterministic=deterministic, causal=causal)

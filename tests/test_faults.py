@@ -3,6 +3,7 @@
 import emulated_cases
 import faults
 import pytest
+from fault_tables.fault import Fault
 
 from cupyflash.runtime import emulated
 
@@ -23,6 +24,20 @@ def quickly_built(monkeypatch):
 def test_suite_catches(fault, tmp_path):
     sources = faults.planted(fault, tmp_path)
     assert any(faults.failure(case, sources) for case in fault.cases), f"{fault.cases} pass although {fault.why}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "backward hopper wide, plain, 70x300x1x4x2",  # tiles of which a part lies beyond the last query
+        "backward hopper panels, causal, 150x300",
+    ],
+)
+def test_ordinary_tiles_are_not_rare(case, tmp_path):
+    """Where they were, results would be right, and late: a rare tile has no numbers here."""
+    old, new = "return numbers + which * kBr;", "return nullptr;"
+    never = Fault("folded rows: no rare numbers", "backward_wgmma.cu", old, new, why="", cases=())
+    assert faults.failure(case, faults.planted(never, tmp_path)) == ""
 
 
 @pytest.mark.parametrize("kind", emulated_cases.KINDS)

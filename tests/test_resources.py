@@ -417,6 +417,17 @@ def test_space_of_the_backwards_warpgroups(d, dv, Br):
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize(("d", "dv", "folds"), [(64, 64, False), (72, 64, True), (64, 128, True), (136, 136, False)])
+def test_the_backwards_warpgroups_fold_rows_where_products_have_steps_enough(d, dv, folds):
+    assert heuristics.candidates("backward", problem(d, dv), H200)[0].folded_rows == folds
+
+
+@pytest.mark.parametrize("options", [{"softcap": 20.0}, {"scale": -0.1}])
+def test_space_has_no_two_names_for_one_kernel(options):
+    found = [config for config in space("backward", problem(128, **options), H200) if config.family == "wgmma"]
+    assert len({dataclasses.replace(config, folded_rows=False) for config in found}) == len(found) > 0
+
+
 @pytest.mark.parametrize(
     ("d", "dv", "stages"), [(256, 256, {2}), (136, 64, {2, 3}), (192, 128, {2, 3}), (192, 192, {2, 3})]
 )
@@ -504,7 +515,7 @@ def test_why_not_a_backward_of_warpgroups(p, changes, reason):
                 option,
                 "values_in_registers, rounded_queries and folded_rows are of the kernel for head dims up to 128",
             )
-            for option in ({"values_in_registers": True}, {"rounded_queries": 8})
+            for option in ({"values_in_registers": True}, {"rounded_queries": 8}, {"folded_rows": True})
         ),
         (problem(256), {"stages": 3}, "needs 296960 bytes of shared memory per block; NVIDIA H200 has 232448"),
     ],

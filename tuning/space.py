@@ -8,7 +8,7 @@ from itertools import product
 
 from .. import heuristics
 from ..problem import Problem
-from ..resources import Limits, available_registers, registers, why_illegal
+from ..resources import Limits, available_registers, folds_rows, registers, why_illegal
 from ..tiles import Task, TileConfig, tile_head_dims
 from .tasks import Size, TuningTask
 
@@ -32,7 +32,8 @@ def space(task: Task, problem: Problem, limits: Limits) -> list[TileConfig]:
     fitting = [c for c in _all(task, problem, limits) if why_illegal(task, c, problem, limits) is None and has_room(c)]
     found: dict[TileConfig, TileConfig] = {}  # by what reaches the kernel
     for config in (*heuristics.candidates(task, problem, limits), *heuristics.rivals(task, problem, limits), *fitting):
-        found.setdefault(replace(config, dq_warps_d=1) if task == "backward_dkv" else config, config)
+        told = replace(config, folded_rows=folds_rows(config, problem))
+        found.setdefault(replace(told, dq_warps_d=1) if task == "backward_dkv" else told, config)
     return list(found.values())
 
 

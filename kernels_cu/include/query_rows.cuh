@@ -6,9 +6,10 @@
 #include "traits.cuh"
 
 // What is unusual about the rows of a tile.
-constexpr u32 kPrecise = 1;    // an LSE so large that exponents are computed the precise way
+constexpr u32 kPrecise =
+    1;  // exponents are computed the precise way: of a large LSE, or one that FoldedRows cannot hold
 constexpr u32 kNonfinite = 2;  // NaN or infinity in a row's LSE or delta, as NaN or infinity in its q or dO makes them
-constexpr u32 kRareBits = 2;
+constexpr u32 kRareBits = 2;   // of these; FoldedRows has the head above them
 
 /// Those of one tile, in the registers of the warp. Rows beyond the last query are hidden later.
 struct QueryRows {

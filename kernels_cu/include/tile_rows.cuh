@@ -15,10 +15,9 @@
 /// the first kExact queries.
 template <u32 kExact, bool kSubtract>
 DEVICE void differentiate(const Scores& S, const Weights& P, Scores& dP, const float* delta) {
-    delta += S.col(0);
 #pragma unroll
     for (u32 n = 0; n < S.kPairs; ++n) {
-        const float2 row_delta = kSubtract ? *reinterpret_cast<const float2*>(delta + 8 * n) : float2{};
+        const float2 row_delta = kSubtract ? *reinterpret_cast<const float2*>(delta + S.col(n)) : float2{};
         const bool rounded = 8 * n + 8 > kExact;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
@@ -61,12 +60,14 @@ struct LoadedRows {
     }
 };
 
-/// S - LSE / scale is K Q^T + picks parts^T: a number is a sum of three 16-bit parts (what float16 has below its last bit is
-/// less than it rounds dS by), and picks, whose rows are all alike, has ones for those of LSE or of delta. Parts are finite; a
-/// tile with a number that has none is rare, and its parts are 0.
+/// S - LSE / scale is K Q^T + picks parts^T: a number is a sum of three 16-bit parts, and picks, whose rows are all alike, has
+/// ones for those of LSE or of delta. float16 has nothing below 2^-24, which is what it rounds dS to, and as part of LSE moves
+/// an exponent by scale / 2^24: see resources.folds_rows. Parts are finite; a tile with a number that has none is rare, and its
+/// parts are 0.
 struct FoldedRows {
     static constexpr u32 kParts = 3;
-    // A step has 16 columns. Its second eight are the first ones again, in both operands, so that they take no memory.
+    // A step has 16 columns. Its second eight are the first ones again, in both operands, so that they take no memory: half
+    // of what is to be added is stored.
     static constexpr float kStored = -0.5f;
     static constexpr u32 kColumns = 8;
     static_assert(2 * kParts <= kColumns);
@@ -93,11 +94,12 @@ struct FoldedRows {
     /// Returns above kRareBits the head, for who needs the numbers themselves.
     DEVICE u32 store(u32 stage, const QueryRows& rows, i32 head, float scale) {
         const float per_unit = 1.0f / scale;
-        // One comparison decides: of three conditions in booleans ptxas 13.0 once made the opposite of two.
-        float lse[QueryRows::kRows], largest = rows.rare() == 0 ? per_unit : infinity();
+        // One comparison decides: where three conditions did, ptxas 13.0 took two of them for their opposites, and every tile
+        // was rare.
+        float lse[QueryRows::kRows], largest = rows.rare() == 0 ? 0.0f : infinity();
 #pragma unroll
         for (u32 m = 0; m < QueryRows::kRows; ++m) {
-            lse[m] = is_finite(rows.lse[m]) ? rows.lse[m] * per_unit : 0.0f;  // else it lies beyond the last query
+            lse[m] = is_finite(rows.lse[m]) ? rows.lse[m] * per_unit : 0.0f;  // else beyond the last query, or rare
             largest = maximum(largest, maximum(absolute(lse[m]), absolute(rows.delta[m])));
         }
         const bool fits = !warp_any(largest > CF_ELEMENT_MAX);

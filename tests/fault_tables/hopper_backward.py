@@ -564,14 +564,6 @@ FAULTS = [
         "backward hopper wide, plain, 70x300x1x4x2",
     ),
     fault(
-        "folded rows: no fence behind the picks",
-        "include/tile_rows.cuh",
-        "        fence_async_shared();\n    }\n\n    DEVICE static void split",
-        "    }\n\n    DEVICE static void split",
-        "the product reads what was there before",
-        "backward hopper wide, plain, 70x300x1x4x2",
-    ),
-    fault(
         "folded rows: a number is its first part",
         "include/tile_rows.cuh",
         "            x -= part[n];",
@@ -590,8 +582,8 @@ FAULTS = [
     fault(
         "folded rows: rare rows as parts",
         "include/tile_rows.cuh",
-        "largest = rows.rare() == 0 ? per_unit : infinity();",
-        "largest = per_unit;",
+        "largest = rows.rare() == 0 ? 0.0f : infinity();",
+        "largest = 0.0f;",
         "a part is not finite, and neither are the products of what it is not for",
         "backward hopper wide, causal, 140x140, hidden gradient",
     ),
@@ -634,5 +626,13 @@ FAULTS = [
         "",
         "a rare tile may be rare for another reason",
         "backward hopper wide, causal, 129x33",
+    ),
+    fault(
+        "folded rows: an LSE out of range",
+        "include/tile_rows.cuh",
+        "maximum(absolute(lse[m]), absolute(rows.delta[m]))",
+        "absolute(rows.delta[m])",
+        "float16 ends before LSE / scale does",
+        "backward hopper panels, small scale, 140x140, far below",
     ),
 ]
