@@ -15,9 +15,11 @@
 /// the first kExact queries.
 template <u32 kExact, bool kSubtract>
 DEVICE void differentiate(const Scores& S, const Weights& P, Scores& dP, const float* delta) {
+    if constexpr (kSubtract)
+        delta += S.col(0);
 #pragma unroll
     for (u32 n = 0; n < S.kPairs; ++n) {
-        const float2 row_delta = kSubtract ? *reinterpret_cast<const float2*>(delta + S.col(n)) : float2{};
+        const float2 row_delta = kSubtract ? *reinterpret_cast<const float2*>(delta + 8 * n) : float2{};
         const bool rounded = 8 * n + 8 > kExact;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
