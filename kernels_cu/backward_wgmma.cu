@@ -166,7 +166,7 @@ struct Producer {
         i32 start = tiles.end - 1;
         if constexpr (kSpread)
             start = static_cast<i32>(
-                Party::of(params, at.rows.first / static_cast<i32>(kBc)).start(static_cast<u32>(tiles.end)));
+                Party::of(params, index, at.rows.first / static_cast<i32>(kBc)).start(static_cast<u32>(tiles.end)));
         return {
             index, at.batch_head / params.num_kv_heads,     at.batch_head % params.num_kv_heads, at.rows.first, tiles,
             start, (tiles.end - tiles.first) * params.group};
@@ -277,7 +277,8 @@ struct Sender {
         const i32 key_tile = work.first_key / static_cast<i32>(kBc);
         u32 before = static_cast<u32>(key_tile - Band::of(params).key_tiles(dq_queries(params, walk.tile)).first);
         if constexpr (kSpread)
-            before = Party::of(params, key_tile).before(static_cast<u32>(walk.tile), static_cast<u32>(work.tiles.end));
+            before = Party::of(params, work.index, key_tile)
+                         .before(static_cast<u32>(walk.tile), static_cast<u32>(work.tiles.end));
 #pragma unroll 1
         for (u32 half = kConsumers; half-- > 0;) {
             named_sync(kDqFull + kConsumers * number + half, kDqThreads);

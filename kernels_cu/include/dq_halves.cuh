@@ -54,19 +54,20 @@ DEVICE u32* work_counter(const Params& params) {
 // at once (a cooperative one).
 constexpr bool kSpread = kFirstStores && !kBand;
 
-/// The key tiles of one head that are worked on at once, and which of them one is.
+/// The key tiles of one head that are worked on at once, and which of them one is. Works are dealt out in rounds, one to each
+/// block, head after head: of a head that two rounds share each has a party, lest the first wait for the second.
 struct Party {
-    // So few that their number times that of query tiles, for whose sums there is memory, fits 32 bits.
-    static constexpr i32 kMost = 128;
-    u32 first, size, place;
+    u32 first, size,
+        place;  // the size, at most the blocks, times the query tiles, whose sums take memory, fits 32 bits
 
+    /// Of work `index`, which has this key tile.
     template <typename Params>
-    DEVICE static Party of(const Params& params, i32 key_tile) {
+    DEVICE static Party of(const Params& params, i32 index, i32 key_tile) {
         const i32 key_tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
-        const i32 most = smaller(smaller(key_tiles, kMost), static_cast<i32>(grid_size()));
-        const i32 first = key_tile / most * most;
-        return {static_cast<u32>(first), static_cast<u32>(smaller(most, key_tiles - first)),
-                static_cast<u32>(key_tile - first)};
+        const i32 blocks = static_cast<i32>(grid_size()), in_round = index % blocks;
+        const i32 place = smaller(key_tile, in_round);
+        const i32 size = place + smaller(key_tiles - key_tile, blocks - in_round);
+        return {static_cast<u32>(key_tile - place), static_cast<u32>(size), static_cast<u32>(place)};
     }
 
     /// The query tile with which it begins; it goes on downwards, and from 0 to the last.

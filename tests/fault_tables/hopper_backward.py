@@ -483,6 +483,14 @@ FAULTS = [
         "backward hopper, deterministic, 300x520x1x3x1",
     ),
     fault(
+        "dq halves: a party that two rounds share",
+        "include/dq_halves.cuh",
+        "const i32 place = smaller(key_tile, in_round);",
+        "const i32 place = key_tile;",
+        "those of the first round are counted twice",
+        "backward hopper, deterministic, 300x520x1x3x1",
+    ),
+    fault(
         "backward wgmma: a block takes two of a party",
         "backward_wgmma.cu",
         "kSpread ? index + static_cast<i32>(grid_size()) : take()",
