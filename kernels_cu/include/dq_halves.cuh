@@ -57,8 +57,8 @@ constexpr bool kSpread = kFirstStores && !kBand;
 /// The key tiles of one head that are worked on at once, and which of them one is. Works are dealt out in rounds, one to each
 /// block, head after head: of a head that two rounds share each has a party, lest the first wait for the second.
 struct Party {
-    u32 first, size,
-        place;  // the size, at most the blocks, times the query tiles, whose sums take memory, fits 32 bits
+    // A size, as many as blocks at most, times the query tiles, for whose sums there is memory, fits 32 bits.
+    u32 first, size, place;
 
     /// Of work `index`, which has this key tile.
     template <typename Params>

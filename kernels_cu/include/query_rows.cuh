@@ -6,8 +6,7 @@
 #include "traits.cuh"
 
 // What is unusual about the rows of a tile.
-constexpr u32 kPrecise =
-    1;  // exponents are computed the precise way: of a large LSE, or one that FoldedRows cannot hold
+constexpr u32 kPrecise = 1;    // exponents are computed the precise way: LSE is large, or FoldedRows cannot hold it
 constexpr u32 kNonfinite = 2;  // NaN or infinity in a row's LSE or delta, as NaN or infinity in its q or dO makes them
 constexpr u32 kRareBits = 2;   // of these; FoldedRows has the head above them
 
