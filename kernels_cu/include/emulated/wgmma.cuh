@@ -9,15 +9,14 @@
 #include "platform/mma.cuh"
 #include "platform/types.cuh"
 
-DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
-    constexpr u64 kSwizzle128 = 1;
-    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
-           static_cast<u64>(stride >> 4) << 32 | kSwizzle128 << 62;
-}
-
 DEVICE u64 plain_descriptor(SharedAddress address, u32 leading, u32 stride) {
     return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
            static_cast<u64>(stride >> 4) << 32;
+}
+
+DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
+    constexpr u64 kSwizzle128 = 1;
+    return plain_descriptor(address, leading, stride) | kSwizzle128 << 62;
 }
 
 namespace emulated {

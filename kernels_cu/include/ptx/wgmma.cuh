@@ -7,21 +7,20 @@
 #pragma once
 #include "platform/types.cuh"
 
+/// An operand without a swizzle, rows along K: units of eight rows of 16 bytes, one after the other. `leading` = bytes between
+/// units along K, `stride` = bytes between groups of eight rows; either may be 0, for the same again.
+DEVICE u64 plain_descriptor(SharedAddress address, u32 leading, u32 stride) {
+    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
+           static_cast<u64>(stride >> 4) << 32;
+}
+
 /// Where an operand lies: panels of 64 columns (128 bytes a row) with the 128-byte swizzle, each 1,024-byte aligned; `address`
 /// may point to a 32-byte step inside the first 128 bytes.
 /// Rows along K (K-major): `stride` = bytes between groups of eight rows (1,024); `leading` is not used.
 /// Columns along K (MN-major, "transposed"): `stride` = bytes between groups of eight rows, `leading` between panels.
 DEVICE u64 matrix_descriptor(SharedAddress address, u32 leading, u32 stride) {
     constexpr u64 kSwizzle128 = 1;
-    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
-           static_cast<u64>(stride >> 4) << 32 | kSwizzle128 << 62;
-}
-
-/// An operand without a swizzle, rows along K: units of eight rows of 16 bytes, one after the other. `leading` = bytes between
-/// units along K, `stride` = bytes between groups of eight rows; either may be 0, for the same again.
-DEVICE u64 plain_descriptor(SharedAddress address, u32 leading, u32 stride) {
-    return static_cast<u64>((address & 0x3ffffu) >> 4) | static_cast<u64>(leading >> 4) << 16 |
-           static_cast<u64>(stride >> 4) << 32;
+    return plain_descriptor(address, leading, stride) | kSwizzle128 << 62;
 }
 
 /// Before the first product after registers of A or D were written.

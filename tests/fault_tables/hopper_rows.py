@@ -1,0 +1,86 @@
+"""Faults in how LSE and delta reach Hopper's backward: rows that are folded into its products."""
+
+from .fault import fault
+
+FAULTS = [
+    fault(
+        "folded rows: no fence behind the parts",
+        "include/tile_rows.cuh",
+        "        fence_async_shared();\n        return rows.rare()",
+        "        return rows.rare()",
+        "the product reads what was there before",
+        "backward hopper wide, plain, 70x300x1x4x2",
+    ),
+    fault(
+        "folded rows: a number is its first part",
+        "include/tile_rows.cuh",
+        "            x -= part[n];",
+        "            x = 0.0f;",
+        "LSE is rounded as P is",
+        "backward hopper wide, plain, 1x1",
+    ),
+    fault(
+        "folded rows: LSE is subtracted twice",
+        "include/tile_rows.cuh",
+        "constexpr float kStored = -0.5f;",
+        "constexpr float kStored = -1.0f;",
+        "both halves of the step read it",
+        "backward hopper wide, plain, 70x300x1x4x2",
+    ),
+    fault(
+        "folded rows: rare rows as parts",
+        "include/tile_rows.cuh",
+        "largest = rows.rare() == 0 ? 0.0f : infinity();",
+        "largest = 0.0f;",
+        "a part is not finite, and neither are the products of what it is not for",
+        "backward hopper wide, causal, 140x140, hidden gradient",
+    ),
+    fault(
+        "folded rows: parts out of range",
+        "include/tile_rows.cuh",
+        "largest > CF_ELEMENT_MAX",
+        "largest > 3.3e38f",
+        "float16 ends before delta does",
+        "backward hopper panels, plain, 140x140, overflow",
+    ),
+    fault(
+        "folded rows: numbers of the first head",
+        "backward_wgmma.cu",
+        "static_cast<i32>(rare >> kRareBits)",
+        "static_cast<i32>(rare >> kRareBits) * 0",
+        "rare tiles of other heads have other numbers",
+        "backward hopper wide, causal, 300x150x1x3x1",
+    ),
+    fault(
+        "folded rows: dS over numbers that are looked at",
+        "backward_wgmma.cu",
+        "        if (kFoldedRows && warp_any((rare & kPrecise) != 0))",
+        "        if (false)",
+        "a warp's dS goes to where others have their numbers",
+        "backward hopper wide, causal, 129x33",
+    ),
+    fault(
+        "folded rows: numbers before they are there",
+        "backward_wgmma.cu",
+        "            rows.store(numbers, numbers + kBr);\n            warp_sync();",
+        "            rows.store(numbers, numbers + kBr);",
+        "a lane reads what another one stores",
+        "backward hopper wide, causal, 129x33",
+    ),
+    fault(
+        "folded rows: numbers for the fused way",
+        "backward_wgmma.cu",
+        "            rows.fused = false;\n",
+        "",
+        "a rare tile may be rare for another reason",
+        "backward hopper wide, causal, 129x33",
+    ),
+    fault(
+        "folded rows: an LSE out of range",
+        "include/tile_rows.cuh",
+        "maximum(absolute(lse[m]), absolute(rows.delta[m]))",
+        "absolute(rows.delta[m])",
+        "float16 ends before LSE / scale does",
+        "backward hopper panels, small scale, 140x140, far below",
+    ),
+]
