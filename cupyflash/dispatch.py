@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from . import heuristics, resources
 from .problem import Problem
 from .resources import Limits
+from .shares import deal
 from .tiles import ALGORITHMS, Task, TileConfig, tile_head_dims
 from .tuning import store
 
@@ -63,14 +64,15 @@ class Plan:
     Attributes:
         launches: (kernel, number of blocks); none where the standard algorithm is chosen, see standard.py.
         delta_floats: float32 workspace for delta, one per query row; 0 in the forward.
-        dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters, if any; 0 where dQ is
-            summed in place or has a kernel of its own.
+        dq_floats: float32 workspace in which dQ is summed, and behind the sums 32-bit counters and parts of dK and dV,
+            if any; 0 where dQ is summed in place or has a kernel of its own.
         kept_floats: float32 workspace in which a forward keeps what it knows of the rows between two visits; 0 where
             registers do.
         section: heads whose blocks are interleaved, see ``kernels_cu/include/schedule.cuh``.
         configs: the tiles chosen per task, and where each choice comes from: "tuned: " and the file, "heuristic" or
             "given".
         dynamic: blocks take their tiles from a counter in global memory.
+        whole_works, share: how the key tiles of a backward are dealt out to blocks that stay, see shares.py.
         map_rows: rows of q, k and v (backward: dout, q, k and v) that one load of the tensor memory accelerator moves;
             empty where the kernel has no use for tensor maps.
     """
@@ -83,6 +85,8 @@ class Plan:
     dynamic: bool = False
     map_rows: tuple[int, ...] = ()
     kept_floats: int = 0
+    whole_works: int = 0
+    share: int = 0
 
 
 Given = Mapping[Task, TileConfig]  # tiles that are not to be chosen
@@ -289,23 +293,28 @@ def plan_backward(
             threads=_DQ_STORE_THREADS if wgmma else config.threads,
             shared_bytes=0 if wide else resources.dq_floats(config, problem) * problem.itemsize,
         )
-        persistent = wgmma and not wide
+        sums = query_blocks * resources.dq_floats(config, problem)
+        origins = ((task, config, origin),)
+        maps = (config.Br, config.Br, config.Bc, config.Bc) if wgmma else ()
+        if not wgmma or wide:
+            launches = (rows, query_blocks), (main, key_blocks), (last, query_blocks)
+            return Plan(launches, delta_floats, sums, section, origins, map_rows=maps)
         # See Party in kernels_cu/include/dq_halves.cuh.
         waits = (problem.deterministic or config.first_stores) and not problem.is_masked
-        together = replace(main, cooperative=persistent and waits)
-        launches = (
-            (rows, query_blocks),
-            (together, min(key_blocks, limits.sm_count) if persistent else key_blocks),
-            (last, query_blocks),
-        )
-        counters = query_blocks + 1 if persistent else 0  # kernels_cu/include/dq_halves.cuh
+        dealt = deal(problem, config, limits)
+        grid = max(min(dealt.whole, limits.sm_count), dealt.sharers)
+        floats = sums + query_blocks + 1  # counters
+        if dealt.sharers:  # see kernels_cu/include/shares.cuh
+            floats = -(-(floats + 2 * dealt.sharers) // 4) * 4 + dealt.sharers * resources.part_floats(config, problem)
         return Plan(
-            launches,
+            ((rows, query_blocks), (replace(main, cooperative=waits), grid), (last, query_blocks)),
             delta_floats,
-            query_blocks * resources.dq_floats(config, problem) + counters,
+            floats,
             section,
-            ((task, config, origin),),
-            map_rows=(config.Br, config.Br, config.Bc, config.Bc) if wgmma else (),
+            origins,
+            map_rows=maps,
+            whole_works=dealt.whole,
+            share=dealt.share,
         )
     dq_config, dq_origin = choose("backward_dq", problem, limits, given)
     dq = _kernel("backward_dq", dq_config, problem, vector_bytes, limits)

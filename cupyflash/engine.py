@@ -205,6 +205,8 @@ class Prepared:
         self.plan = plan
         self.launchers = [runtime.load(kernel, grid) for kernel, grid in plan.launches]
         constants = _constants(problem, plan.section, [_strides(array) for array in arrays])
+        if struct is BACKWARD_TENSOR:
+            constants += [plan.whole_works, plan.share]
         nothing = [bytes(128)] * struct.maps + [0] * struct.pointers
         self._content = struct.packer.pack(*nothing, *constants)
         self._pack_addresses = struct.address_packer.pack_into

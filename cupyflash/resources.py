@@ -199,6 +199,11 @@ def dq_floats(config: TileConfig, problem: Problem) -> int:
     return config.Br * d
 
 
+def part_floats(config: TileConfig, problem: Problem) -> int:
+    """float32 workspace for a part of the dK and dV of one key tile, see shares.py."""
+    return config.Bc * sum(tile_head_dims(problem.head_dim, problem.head_dim_v))
+
+
 def registers(task: Task, config: TileConfig, problem: Problem) -> int:
     """32-bit registers per thread that live accumulators and fragments take at the kernel's peak; a lower bound."""
     d, dv = tile_head_dims(problem.head_dim, problem.head_dim_v)

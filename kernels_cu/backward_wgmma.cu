@@ -13,9 +13,9 @@
 // and its two buffers free for whoever writes them: the first consumer computes dQ of tile j - 1, the second dQ of tile j.
 // Nothing is under way where the loop begins anew, which is what lets the compiler keep the products asynchronous.
 //
-// Blocks stay and take keys after keys: the next ones are loaded while the last gradients are being stored. The producer
-// warpgroup has a thread that loads, a warp that loads LSE and delta, and two that send dQ. The bandwidth of shared memory
-// binds.
+// Blocks stay and take keys after keys: the next ones are loaded while the last gradients are being stored. Without a mask
+// the keys that do not make a round of all blocks are shared out by their queries (shares.cuh). The producer warpgroup has a
+// thread that loads, a warp that loads LSE and delta, and two that send dQ. The bandwidth of shared memory binds.
 #include "tensor_params.cuh"
 #include "backward_rows.cuh"
 #include "band.cuh"
@@ -32,6 +32,7 @@
 #include "row_stage.cuh"
 #include "schedule.cuh"
 #include "score.cuh"
+#include "shares.cuh"
 #include "tile_rows.cuh"
 #include "traits.cuh"
 #include "warpgroup_tile.cuh"
@@ -75,8 +76,8 @@ struct SharedStorage {
     TileQ Q[kStages];
     TileDO dO[kStages];
     TileDS dS[2];
+    Rows rows;  // not last: memcheck takes it that a product reads 2 KB of what is there once and read again and again
     float dQ[kConsumers][kDqHalf];
-    Rows rows;
     Work slots[kSlots];
     Barrier slot_full[kSlots], slot_empty[kSlots];
     Barrier K_full, K_empty, V_full, V_empty, Q_full[kStages], dO_full[kStages], empty[kStages];
@@ -148,6 +149,13 @@ struct Producer {
     Ring<kSlots> slot;
     Ring<1> keys;
     Ring<kStages> ring;
+    i32 index = -1;  // of the last work that was dealt out whole
+    i32 share = 0;   // the next tile of those that are shared out
+
+    DEVICE Producer(const BackwardTensorParams& params_, SharedStorage& shared_) : params(params_), shared(shared_) {
+        if constexpr (kShares)
+            share = static_cast<i32>(block_index()) * params.share;
+    }
 
     /// Returns the work where it stays, in shared memory, for registers are short.
     DEVICE const Work& announce(const Work& work) {
@@ -207,9 +215,25 @@ struct Producer {
     DEVICE i32 work_after(i32 index) { return kSpread ? index + static_cast<i32>(grid_size()) : take(); }
     DEVICE i32 take() { return static_cast<i32>(atomic_add(work_counter(params), 1)); }
 
-    DEVICE i32 works() const {
-        const i32 seqlen_k = static_cast<i32>(opaque(static_cast<u32>(params.seqlen_k)));
-        return (seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc) * params.batch * params.num_kv_heads;
+    /// The next whole work, or part of one, or none.
+    DEVICE Work next() {
+        index = index < 0 ? first_work() : work_after(index);
+        if (index < params.whole_works)
+            return work_at(index);
+        if constexpr (kShares) {
+            const Shares shares(params);
+            const i32 end = shares.end(static_cast<i32>(block_index()));
+            if (share < end) {
+                const i32 number = share / shares.tiles, before = number * shares.tiles;
+                Work work = work_at(shares.whole + number);
+                work.tiles = {share - before, smaller(shares.tiles, end - before)};
+                work.start = work.tiles.end - 1;
+                work.steps = (work.tiles.end - work.tiles.first) * params.group;
+                share = before + work.tiles.end;
+                return work;
+            }
+        }
+        return {-1, 0, 0, 0, {0, 0}, 0, 0};
     }
 
     DEVICE void run() {
@@ -218,9 +242,12 @@ struct Producer {
         tensor_map_prefetch(params.v_map);
         tensor_map_prefetch(params.dout_map);
 #pragma unroll 1
-        for (i32 index = first_work(); index < works(); index = work_after(index))
-            stream(announce(work_at(index)));
-        announce({-1, 0, 0, 0, {0, 0}, 0, 0});
+        for (;;) {
+            const Work& work = announce(next());
+            if (work.index < 0)
+                break;
+            stream(work);
+        }
     }
 };
 
@@ -277,8 +304,10 @@ struct Sender {
         const i32 key_tile = work.first_key / static_cast<i32>(kBc);
         u32 before = static_cast<u32>(key_tile - Band::of(params).key_tiles(dq_queries(params, walk.tile)).first);
         if constexpr (kSpread)
-            before = Party::of(params, work.index, key_tile)
-                         .before(static_cast<u32>(walk.tile), static_cast<u32>(work.tiles.end));
+            before = kShares && work.index >= params.whole_works
+                         ? 1  // never the first
+                         : Party::of(params, work.index, key_tile)
+                               .before(static_cast<u32>(walk.tile), static_cast<u32>(work.tiles.end));
 #pragma unroll 1
         for (u32 half = kConsumers; half-- > 0;) {
             named_sync(kDqFull + kConsumers * number + half, kDqThreads);
@@ -432,6 +461,33 @@ struct Consumer {
         }
     }
 
+    /// Completes dK and dV, if this block has the first tiles of the work; else gives this part to the one that has.
+    DEVICE bool gather(Sums& dK, SumsV& dV) {
+        if (work->index < params.whole_works)
+            return true;
+        const u32 block = block_index();
+        if (tiles.first != 0) {
+            float* part = part_sums(params, block, index);
+            store_fragments(part, dK);
+            store_fragments(part + 64 * kD, dV);
+            named_sync(kConsumerMeets + index, 128);
+            if (thread_index() % 128 == 0)
+                release_add(part_counter(params, block, index), 1);
+            return false;
+        }
+        const u32 last = static_cast<u32>(Shares(params).last_block(work->index));
+#pragma unroll 1
+        for (u32 other = block + 1; other <= last; ++other) {
+            if (thread_index() % 128 == 0)
+                spin_until(part_counter(params, other, index), [](u32 there) { return there != 0; });
+            named_sync(kConsumerMeets + index, 128);
+            const float* part = part_sums(params, other, index);
+            gather_fragments(dK, part);
+            gather_fragments(dV, part + 64 * kD);
+        }
+        return true;
+    }
+
     DEVICE void run();
     DEVICE void compute();
 };
@@ -566,6 +622,8 @@ DEVICE void Consumer::compute() {
     };
 
     auto store = [&] {
+        if (kShares && !gather(dK, dV))
+            return;
         dK.each([&](float& x) { x *= params.scale; });
         Element* dk = params.dk + work->batch * params.dk_batch_stride + work->kv_head * params.dk_head_stride +
                       keys.first * params.dk_row_stride;
@@ -581,7 +639,7 @@ DEVICE void Consumer::compute() {
         buffer ^= 1;
     };
 
-    if (steps == 0) {
+    if (kBand && steps == 0) {
         store();
         return;
     }
@@ -636,19 +694,18 @@ DEVICE void Consumer::compute() {
     wgmma_wait<0>();
     finish_dV_dK();
     finish_dQ(dQ, query, of, index != 0 || steps > 1, [&] { pass_turn(); });
+    if (index != 0)
+        release(shared.K_empty);
+    store();  // here for both consumers: where each had a copy, and that a part to gather, all took 3% longer
+    take_turn();
     if (index == 0) {
-        store();
-        take_turn();
         wgmma_fence();
         start_dQ(dQ, buffer);
         wgmma_wait<0>();
         finish_dQ(dQ, first_query, buffer, true, [&] { pass_turn(); });
         release(shared.K_empty);
     } else {
-        release(shared.K_empty);
-        store();
-        take_turn();  // as many turns as the first
-        pass_turn();
+        pass_turn();  // as many turns as the first
     }
     next_step();
 }
@@ -702,7 +759,7 @@ KERNEL(kThreads, 1) void backward_wgmma(PARAMS(BackwardTensorParams) params) {
         else if (role == kSenders)
             load_rows(params, shared);
         else if (lane_index() == 0)
-            Producer{params, shared, {}, {}, {}}.run();
+            Producer(params, shared).run();
     } else {
         registers_acquire<kConsumerRegisters>();
         Consumer(params, shared, role).run();

@@ -308,6 +308,15 @@ _PERSISTENT_SHAPES = {
     "deterministic window": [(333, 500, 1, 9, 3)],
     "deterministic softcap": [(130, 260, 1, 3, 3)],
 }
+# Of keys that do not make a round of four blocks the queries are shared out: one work in four parts; a head whose first
+# keys are in the last round; two works; three, of which two blocks have parts of two each; a head behind whole rounds.
+_SHARED_SHAPES = {
+    "backward hopper narrow": [
+        *((520, 100, 1, 1, 1), (520, 600, 1, 2, 1), (300, 700, 1, 1, 1), (520, 350, 1, 1, 1), (330, 200, 1, 6, 3))
+    ],
+    "backward hopper panels": [(600, 100, 2, 1, 1)],
+    "backward hopper tall": [(1100, 100, 1, 1, 1)],
+}
 # At the largest head dim a case takes long, and sums in float32 lose as much as the answers allow: the usual, and what
 # the others have no columns for.
 _LARGEST = "backward hopper roles largest"
@@ -443,6 +452,7 @@ CASES = {
             for options, shapes in _PERSISTENT_SHAPES.items()
             for shape in shapes
         ),
+        *(Case(kind, "plain", shape) for kind, shapes in _SHARED_SHAPES.items() for shape in shapes),
         *(Case(_LARGEST, *case) for case in _LARGEST_CASES),
         Case("backward hopper", "causal", (140, 230, 2, 4, 2), layout="heads first aligned"),
         *(

@@ -486,6 +486,34 @@ def test_launches_of_a_backward_with_tensor_maps(d, columns):
     assert plan.map_rows == (64, 64, 128, 128)
 
 
+@pytest.mark.parametrize(("heads", "blocks", "whole", "share", "sharers"), [(2, 128, 0, 8, 128), (5, 132, 132, 4, 112)])
+def test_launches_of_a_backward_whose_last_keys_are_shared_out(heads, blocks, whole, share, sharers):
+    """Behind the counters of dQ there are two of each share, and from a multiple of 16 bytes on its dK and dV."""
+    q, k, v, _ = arrays(B=1, Sq=1000, Sk=4000, H=heads, Hk=heads, D=40, Dv=72)
+    problem = Problem.of(q, k, v)
+    plan = dispatch.plan_backward(problem, 16, HOPPER, {"backward": HOPPER_BACKWARD})
+    assert [grid for _, grid in plan.launches] == [heads * 16, blocks, heads * 16]
+    assert plan.launches[1][0].cooperative
+    assert (plan.whole_works, plan.share) == (whole, share)
+    counters = heads * 16 + 1 + 2 * sharers
+    assert plan.dq_floats == heads * 16 * 64 * 64 + -(-counters // 4) * 4 + sharers * 128 * (48 + 80)
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({"causal": True}, HOPPER_BACKWARD),
+        ({"deterministic": True}, HOPPER_BACKWARD),
+        ({}, dataclasses.replace(HOPPER_BACKWARD, first_stores=False)),
+    ],
+)
+def test_keys_are_not_shared_out(options, config):
+    q, k, v, _ = arrays(B=1, Sq=1000, Sk=4000, H=1, Hk=1)
+    plan = dispatch.plan_backward(Problem.of(q, k, v, **options), 16, HOPPER, {"backward": config})
+    assert (plan.whole_works, plan.share, plan.launches[1][1]) == (32, 0, 32)
+    assert plan.dq_floats == 16 * 64 * 64 + 16 + 1
+
+
 @pytest.mark.parametrize(("d", "dv", "columns"), [(136, 64, 192), (40, 136, 64), (256, 256, 256)])
 def test_launches_of_a_backward_of_roles(d, dv, columns):
     q, k, v, _ = arrays(B=3, Sq=100, Sk=130, H=4, Hk=2, D=d, Dv=dv)

@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..problem import Problem
-from ..resources import Limits, is_wide, resident_blocks
+from ..resources import Limits, is_wide, part_floats, resident_blocks
+from ..shares import deal
 from ..tiles import Task, TileConfig, tile_head_dims
 from .waves import Blocks, Touched, copies_for_one_reader, reads_per_head, stays
 
@@ -169,9 +170,15 @@ def _tiled_backward(problem: Problem, tiles: TileConfig, limits: Limits) -> Traf
     added = _heads(problem) * visited * _dq_row_bytes(problem)
     reads = _reads_of_queries("backward", problem, tiles, limits)
     lost = max(0, min(added, sums * reads) - sums)  # read from memory and written back
-    cleared = 0 if _first_stores(problem, tiles) else sums  # written before, and read by the first addition
+    cleared, parts = sums, 0  # written before, and read by the first addition
+    if _first_stores(problem, tiles):
+        dealt = deal(problem, tiles, limits)
+        # Of heads of which all keys are shared out. Parts of dK and dV are read right after they are written.
+        heads, of_a_head = problem.batch * problem.num_kv_heads, -(-problem.seqlen_k // tiles.Bc)
+        cleared = sums * ((heads * of_a_head - dealt.whole) // of_a_head) // heads
+        parts = dealt.sharers * part_floats(tiles, problem) * _SUM_BYTES
     return _tiled_backward_dkv(problem, tiles, limits, "backward") + Traffic(
-        round(cleared + lost + sums), round(cleared + sums + lost) + Q, cleared + added + sums + Q
+        round(cleared + lost + sums), round(cleared + sums + lost) + Q + parts, cleared + added + sums + Q + 2 * parts
     )
 
 

@@ -143,7 +143,13 @@ BACKWARD = ParamStruct(
 )
 
 BACKWARD_TENSOR = ParamStruct(
-    "BackwardTensorParams", (*((f"{name}_map", _MAP) for name in ("dout", "q", "k", "v")), *BACKWARD.fields)
+    "BackwardTensorParams",
+    (
+        *((f"{name}_map", _MAP) for name in ("dout", "q", "k", "v")),
+        *BACKWARD.fields,
+        ("whole_works", "i32"),  # key tiles that have a block each, see shares.py
+        ("share", "i32"),  # query tiles of a block, of all that the other key tiles see
+    ),
 )
 
 # Of standard attention, whose scores lie in memory: rows of all heads, one after the other, `row_stride` apart.

@@ -48,6 +48,11 @@ DEVICE u32* work_counter(const Params& params) {
     return dq_progress(params, dq_tile(params, params.batch, 0, 0));
 }
 
+template <typename Params>
+DEVICE i32 key_tile_count(const Params& params) {
+    return (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
+}
+
 // Without a mask all blocks of a head would begin with the same query tile, and wait there for the first addition;
 // deterministic, each for the one before, at every tile, 2 to 4 us for an addition. So they begin at tiles of their own,
 // evenly apart, and come to no tile at once. Then they wait for others that began later: all blocks of the launch must run
@@ -63,7 +68,7 @@ struct Party {
     /// Of work `index`, which has this key tile.
     template <typename Params>
     DEVICE static Party of(const Params& params, i32 index, i32 key_tile) {
-        const i32 key_tiles = (params.seqlen_k + static_cast<i32>(kBc) - 1) / static_cast<i32>(kBc);
+        const i32 key_tiles = key_tile_count(params);
         const i32 blocks = static_cast<i32>(grid_size()), in_round = index % blocks;
         const i32 place = smaller(key_tile, in_round);
         const i32 size = place + smaller(key_tiles - key_tile, blocks - in_round);
@@ -85,20 +90,4 @@ template <typename Params>
 DEVICE Range dq_queries(const Params& params, i32 tile) {
     const i32 first = tile * static_cast<i32>(kBr);
     return {first, smaller(first + static_cast<i32>(kBr), params.seqlen_q)};
-}
-
-/// Nothing summed yet, for this block's query tile; all threads of the block. A tile that no key is seen from stays 0.
-template <u32 kBlockThreads, typename Params>
-DEVICE void begin_dq(const Params& params) {
-    const QueryTile at(params);
-    const u32 tile = dq_tile(params, at.batch, at.head, at.index);
-    if (!kFirstStores || (kBand && Band::of(params).key_tiles(dq_queries(params, at.index)).empty())) {
-        uint4* sum = reinterpret_cast<uint4*>(dq_sum_half(params, tile, 0));
-        for (u32 n = thread_index(); n < 2 * kDqHalf / 4; n += kBlockThreads)
-            sum[n] = uint4{};
-    }
-    if (thread_index() == 0)
-        *dq_progress(params, tile) = 0;
-    if (thread_index() == 0 && block_index() == 0)
-        *work_counter(params) = 0;
 }

@@ -246,6 +246,20 @@ DEVICE void load_fragments(WarpgroupTile<kCols>& tile, const float* from) {
     }
 }
 
+/// tile += what is there.
+template <u32 kCols>
+DEVICE void gather_fragments(WarpgroupTile<kCols>& tile, const float* from) {
+    from += 4 * (thread_index() % 128);
+#pragma unroll
+    for (u32 n = 0; n < kCols / 8; ++n) {
+        const float4 x = *reinterpret_cast<const float4*>(from + 512 * n);
+        tile.x[4 * n] += x.x;
+        tile.x[4 * n + 1] += x.y;
+        tile.x[4 * n + 2] += x.z;
+        tile.x[4 * n + 3] += x.w;
+    }
+}
+
 /// The 4 x 4 words of four neighbouring lanes, transposed.
 DEVICE void transpose_quad(u32 (&word)[4]) {
 #pragma unroll
