@@ -35,7 +35,8 @@ class Deal:
 def deal(problem: Problem, config: TileConfig, limits: Limits) -> Deal:
     """The deal for a backward of family "wgmma" whose blocks stay.
 
-    With a mask the last key tiles to be taken are short, and dK and dV of a deterministic backward have one block each.
+    With a mask the last key tiles to be taken are short. A deterministic backward adds to dQ in one order, in which
+    shares have no place.
     """
     works = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // config.Bc)
     if problem.is_masked or problem.deterministic or not config.first_stores:
