@@ -77,6 +77,19 @@ def test_a_family_that_was_slower_is_passed_over(monkeypatch):
     assert "not wgmma: was slower where it was measured" in explain("gpu=H100", no_gpu)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shared_out"),
+    [
+        ("B=2 H=16", "of the key tiles, those behind the first 1,980 are shared out"),
+        ("H=1", "of the key tiles, all are shared out"),
+        ("H=1 causal", None),
+    ],
+)
+def test_explain_says_what_is_shared_out(sizes, shared_out):
+    said = explain(f"{sizes} S=8192 D=128 dtype=bfloat16 gpu=H200", no_gpu)
+    assert shared_out in said if shared_out else "shared out" not in said
+
+
 def test_explain_takes_every_option():
     said = explain(
         "Sq=1 Sk=100 Hk=2 H=8 Dv=32 scale=-1 softcap=30 window=7,None dtype=float32 precision=tf32 gpu=A100", no_gpu

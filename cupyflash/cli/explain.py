@@ -68,6 +68,9 @@ def explain(description: str, current_gpu: Callable[[], Limits]) -> str:
                     f"{kernel.shared_bytes / 1024:g} KiB of shared memory each",
                 )
             )
+        if planned.share:
+            those = f"those behind the first {planned.whole_works:,}" if planned.whole_works else "all"
+            lines.append(("", f"of the key tiles, {those} are shared out: {planned.share} query tiles to each block"))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:{width}}  {line}" for name, line in lines)
 

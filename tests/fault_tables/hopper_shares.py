@@ -35,15 +35,6 @@ FAULTS = [
         TWO_WORKS,
     ),
     fault(
-        "shares: told of before all is written",
-        "backward_wgmma.cu",
-        "            named_sync(kConsumerMeets + index, 128);\n            if (thread_index() % 128 == 0)\n"
-        "                release_add(part",
-        "            if (thread_index() % 128 == 0)\n                release_add(part",
-        "by one thread of 128",
-        FOUR_PARTS,
-    ),
-    fault(
         "shares: every part stores",
         "backward_wgmma.cu",
         "        if (tiles.first != 0) {\n            float* part",
