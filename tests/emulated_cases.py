@@ -453,6 +453,7 @@ CASES = {
             for shape in shapes
         ),
         *(Case(kind, "plain", shape) for kind, shapes in _SHARED_SHAPES.items() for shape in shapes),
+        Case("backward hopper narrow", "plain", (520, 350, 1, 1, 1), layout="tight"),
         *(Case(_LARGEST, *case) for case in _LARGEST_CASES),
         Case("backward hopper", "causal", (140, 230, 2, 4, 2), layout="heads first aligned"),
         *(
