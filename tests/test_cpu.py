@@ -126,6 +126,15 @@ SMALL_TILES = st.fixed_dictionaries(
 )
 
 
+def from_stored_out(problem, out, dout, q, k, v):
+    """The gradients with delta = rowsum(dO * O) of O as it is stored, which rounding moves as a gradient of LSE would.
+
+    Where few keys are seen dP - delta cancels, and this is what is left.
+    """
+    lost = out - out.astype(q.dtype).astype(np.float64)
+    return reference_backward(problem, dout, q, k, v, (dout.astype(np.float64) * lost).sum(axis=-1).swapaxes(1, 2))
+
+
 @given(problems(), SMALL_TILES)
 @settings(max_examples=300, deadline=None)
 def test_any_problem_in_tiles_of_any_size(case, tiles):
@@ -141,9 +150,13 @@ def test_any_problem_in_tiles_of_any_size(case, tiles):
     for got, want in results:
         assert_same_strangeness(got, want)
     if all(np.isfinite(x.astype(np.float64)).all() for x in (q, k, v, dout)):
-        naive = naive_forward(problem, q, k, v), *naive_backward(problem, dout, q, k, v)
-        for kind, (got, want), other in zip(["forward"] + ["gradient"] * 3, results, naive, strict=True):
-            assert_close(got, want, other, kind)
+        assert_close(out, expected[0], naive_forward(problem, q, k, v))
+        naive = naive_backward(problem, dout, q, k, v)
+        for (got, want), *others in zip(
+            results[1:], naive, from_stored_out(problem, expected[0], dout, q, k, v), strict=True
+        ):
+            farthest = max(others, key=lambda other: max_error(other, want))
+            assert_close(got, want, farthest, "gradient")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
