@@ -1,7 +1,7 @@
 """Key tiles dealt out to blocks: everything is computed once, and in no more time than whole key tiles would take."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyflash.shares import share_out
@@ -14,6 +14,7 @@ def rounds(works, blocks):
 
 
 @given(**numbers)
+@settings(deadline=None)
 def test_what_is_not_whole_is_shared_out_once(works, tiles, blocks):
     whole, share = share_out(works, tiles, blocks)
     others = [divmod(tile, tiles) for tile in range((works - whole) * tiles)]
@@ -23,6 +24,7 @@ def test_what_is_not_whole_is_shared_out_once(works, tiles, blocks):
 
 
 @given(**numbers)
+@settings(deadline=None)
 def test_shares_take_less_time_than_a_round(works, tiles, blocks):
     whole, share = share_out(works, tiles, blocks)
     assert whole == works or whole % blocks == 0
@@ -31,6 +33,7 @@ def test_shares_take_less_time_than_a_round(works, tiles, blocks):
 
 
 @given(**numbers)
+@settings(deadline=None)
 def test_few_blocks_have_parts_of_one_work(works, tiles, blocks):
     """One block adds them."""
     _, share = share_out(works, tiles, blocks)
