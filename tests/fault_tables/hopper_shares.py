@@ -3,11 +3,10 @@
 from .fault import fault
 
 # One work in four parts; three works, of which two blocks have parts of two; a head that nobody comes first to, behind
-# heads that are dealt out whole; a head of which the first keys are dealt out whole.
+# heads that are dealt out whole.
 FOUR_PARTS = "backward hopper narrow, plain, 520x100x1x1x1"
 TWO_WORKS = "backward hopper narrow, plain, 520x350x1x1x1"
 LAST_HEAD = "backward hopper narrow, plain, 330x200x1x6x3"
-HALF_A_HEAD = "backward hopper narrow, plain, 520x600x1x2x1"
 
 FAULTS = [
     fault(
@@ -65,14 +64,6 @@ FAULTS = [
         "!kFirstStores ||",
         "workspace",
         LAST_HEAD,
-    ),
-    fault(
-        "shares: a head counts as shared out from its last key on",
-        "include/shares.cuh",
-        "all_add = heads_before * key_tile_count(params) >= params.whole_works;",
-        "all_add = (heads_before + 1) * key_tile_count(params) > params.whole_works;",
-        "some of its keys are dealt out whole, and come first",
-        HALF_A_HEAD,
     ),
     fault(
         "shares: parts count as there",
