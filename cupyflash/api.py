@@ -83,7 +83,7 @@ class Bound:
         launch: launches it on the current stream; takes the addresses of all arrays.
         shapes: of the results that are made for every call: (out, lse), or (dq, dk, dv).
         dtype: of the results; their scalar type, which CuPy looks up faster than a dtype.
-        overlaps: distances from a given out to q, k and v at which it overlaps them.
+        overlaps: distances from a given out to q, k and v at which it may share elements with them.
     """
 
     call: Call
@@ -127,7 +127,7 @@ def attention(
         window: (left, right) keys that a query sees beside its diagonal key, both inclusive; None is unbounded.
         softcap: scores become softcap * tanh(score / softcap); 0 or None is off.
         return_lse: also return the log of the softmax denominators.
-        out: array of the shape and dtype of the result to write to; may be strided, may not overlap q, k or v.
+        out: array of the shape and dtype of the result to write to; may be strided, may share no element with q, k or v.
         deterministic: gradients equal in every bit from run to run; the forward pass always is.
         precision: of float32 products on the GPU, "ieee" (default; on tensor cores by products of parts) or "tf32"
             (10-bit mantissas, faster).
@@ -136,7 +136,8 @@ def attention(
             of times slower than a GPU, needs g++.
         algorithm: "auto" takes what was fastest where it was measured, else the newest that the GPU and the problem
             allow. "standard" holds S and P in memory, which grow with Sq * Sk; "v1", "v2" and "v3" are FlashAttention's
-            of 2022, 2023 and 2024. On the CPU there are "standard" and "v2". All are exact.
+            of 2022, 2023 and 2024. On the CPU there are "standard" and "v2". All are exact; but in "standard", as in
+            the textbook, NaN and infinity in a value reach rows that do not see it.
 
     Returns:
         out, (B, Sq, H, Dv) in ``layout`` and the dtype of q; with ``return_lse=True`` the tuple (out, lse), lse being
@@ -273,6 +274,8 @@ def attention_vjp(
     References:
         Dao, FlashAttention-2, arXiv:2307.08691, Algorithms 1 and 2.
     """
+    if isinstance(window, list):
+        window = (*window,)  # what becomes of the list later is not meant
     options = Options(causal, scale, layout, window, softcap, deterministic, precision, device, algorithm)
     required = {"q": q, "k": k, "v": v}
     out, lse = arrays.through(forward, required, {"out": None}, options, True)
@@ -301,6 +304,9 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
         >>> cupyflash.supported(q, k, k)
         (False, 'k has 3 heads but q has 8; num_heads must be a multiple of num_kv_heads')
     """
+    unknown = [name for name in options if name not in Options._fields or name == "alignment"]
+    if unknown:
+        return False, f"attention() got an unexpected keyword argument {unknown[0]!r}"
     try:
         adopted = {name: arrays.adopt(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
         arrays.check_one_place(adopted)
@@ -402,7 +408,7 @@ def backward(
     q_at, k_at, v_at = q.data.ptr, k.data.ptr, v.data.ptr
     dout_at, out_at, lse_at = dout.data.ptr, out.data.ptr, lse.data.ptr
     dlse_at, dlse_layout = (0, None) if dlse is None else (dlse.data.ptr, _layout(dlse))
-    bits = (dout_at | q_at | k_at | v_at | out_at) & _ALIGNMENT_BITS
+    bits = (dout_at | q_at | k_at | v_at | out_at) & _ALIGNMENT_BITS, (lse_at | dlse_at) & _FLOAT32_BITS
     layouts = (_layout(dout), _layout(q), _layout(k), _layout(v), _layout(out), _layout(lse), dlse_layout)
     key = (gpu, options, bits, layouts)
     try:
@@ -435,7 +441,7 @@ def _bind_backward(
 ) -> Bound | None:
     """The call bound to its launches, as in ``_bind_forward``."""
     _check_gradients(call, q, dout, out, lse, dlse)
-    rows_fit = lse.flags.c_contiguous and (dlse is None or dlse.flags.c_contiguous)
+    rows_fit = all(x is None or (x.flags.c_contiguous and _is_aligned(x)) for x in (lse, dlse))
     if call.is_empty or not rows_fit or not all(map(_is_addressable, (dout, q, k, v, out))):
         return None
     results = (call.xp.ndarray(array.shape, array.dtype) for array in (q, k, v))
@@ -465,8 +471,8 @@ def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array,
         return dq, dk, dv
     dout, q, k, v, out = _operands(call, dout, q, k, v, out)
     gradients = (_bshd(call, gradient) for gradient in (dq, dk, dv))
-    lse = call.xp.ascontiguousarray(lse)
-    dlse = None if dlse is None else call.xp.ascontiguousarray(dlse)
+    lse = _contiguous(call, lse)
+    dlse = None if dlse is None else _contiguous(call, dlse)
     call.backend.backward(call.problem, dout, q, k, v, out, lse, *gradients, dlse)
     return dq, dk, dv
 
@@ -481,6 +487,7 @@ _CALLS_KEPT = 4096  # of each; more than a program has kinds of calls, unless ev
 
 _layout = attrgetter("shape", "strides", "dtype", "data.device_id")  # of a CuPy array: all but its address
 _ALIGNMENT_BITS = 15  # of an address: kernels ask for a multiple of 16 bytes at most
+_FLOAT32_BITS = 3  # of lse's and dlse's
 
 
 def _resolve(q: Array, k: Array, v: Array, options: OptionValues) -> Call:
@@ -550,8 +557,27 @@ def _place(q: Array, device: str | None) -> str:
 def _operands(call: Call, *operands: Array) -> Any:
     """Views of arrays as (B, S, H, D), copied only where a kernel could not address their elements."""
     if call.place in _BY_KERNELS and not all(map(_is_addressable, operands)):
-        operands = tuple(a if _is_addressable(a) else call.xp.ascontiguousarray(a) for a in operands)
+        operands = tuple(a if _is_addressable(a) else _copied(call, a) for a in operands)
     return [array.transpose(0, 2, 1, 3) for array in operands] if call.is_bhsd else operands
+
+
+def _contiguous(call: Call, array: Array) -> Array:
+    """The array, or a copy where a kernel could not read its elements one after the other."""
+    return array if array.flags.c_contiguous and _is_aligned(array) else _copied(call, array)
+
+
+def _copied(call: Call, array: Array) -> Array:
+    if _is_aligned(array):
+        return call.xp.ascontiguousarray(array)
+    if call.xp is np:
+        return np.array(array, order="C")
+    # A GPU cannot load such an element: byte by byte.
+    parts = call.xp.ndarray((*array.shape, array.itemsize), np.uint8, array.data, (*array.strides, 1))
+    return parts.copy().view(array.dtype).reshape(array.shape)
+
+
+def _is_aligned(array: Array) -> bool:
+    return not arrays.address(array) % array.itemsize and not any(stride % array.itemsize for stride in array.strides)
 
 
 def _bshd(call: Call, array: Array) -> Array:
@@ -570,8 +596,16 @@ def _strides_fit(strides: tuple[int, ...], itemsize: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return any(stride == 0 and length > 1 for length, stride in zip(shape, strides, strict=True))
+def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether a dimension, from the nearest elements on, steps over less than those before it span."""
+    if 0 in shape:
+        return False
+    span = itemsize
+    for stride, length in sorted((abs(stride), length) for length, stride in zip(shape, strides, strict=True)):
+        if length > 1 and stride < span:
+            return True
+        span += (length - 1) * stride
+    return False
 
 
 def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
@@ -580,9 +614,15 @@ def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
     check_shape("out", out, call.out_shape)
     if type(out) is np.ndarray and not out.flags.writeable:
         raise ValueError("out is read-only; pass an array that can be written to")
-    if _shares_elements(out.shape, out.strides):
+    if _shares_elements(out.shape, out.strides, out.itemsize):
         raise ValueError(f"out has strides {out.strides}, so that elements share memory; pass an array that owns each")
+    if type(out) is not np.ndarray and not _is_aligned(out):
+        raise ValueError(
+            f"out has elements of {out.itemsize} bytes at an address, or with strides {out.strides}, that are no multiple "
+            "of that; a GPU cannot store them: pass an array that it allocated"
+        )
     at = arrays.address(out)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if arrays.address(array) - at in arrays.overlaps(out, array):
+        distance = arrays.address(array) - at
+        if distance in arrays.overlaps(out, array) and arrays.share_elements(out, array, distance):
             raise ValueError(f"out overlaps {name} in memory; {name} is still read while out is written")

@@ -12,6 +12,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -152,10 +153,33 @@ def address(array: Array) -> int:
 
 
 def overlaps(array: Array, other: Array) -> range:
-    """The distances from the address of ``array`` to that of ``other`` at which they share memory."""
+    """The distances from the address of ``array`` to that of ``other`` at which they cover the same memory."""
     low, high = _span(array.shape, array.strides, array.itemsize)
     other_low, other_high = _span(other.shape, other.strides, other.itemsize)
     return range(low - other_high + 1, high - other_low)
+
+
+def share_elements(array: Array, other: Array, distance: int) -> bool:
+    """Whether elements of one lie in elements of the other, which begins ``distance`` bytes behind it."""
+    return _share_elements(array.shape, array.strides, other.shape, other.strides, array.itemsize, distance)
+
+
+@functools.lru_cache(maxsize=4096)
+def _share_elements(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    other_shape: tuple[int, ...],
+    other_strides: tuple[int, ...],
+    itemsize: int,
+    distance: int,
+) -> bool:
+    origin = 1 << 62  # of memory that nobody looks at
+
+    def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        elements = {"shape": shape, "strides": strides, "typestr": f"|V{itemsize}", "data": (address, True)}
+        return np.asarray(SimpleNamespace(__array_interface__=elements | {"version": 3}))
+
+    return np.shares_memory(at(origin, shape, strides), at(origin + distance, other_shape, other_strides))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,14 +223,17 @@ def _shared(name: str, array: Array) -> Array | None:
     library = library_of(array)
     if library == "torch":
         return _from_torch(name, array)
-    device = array.__dlpack_device__()[0] if hasattr(array, "__dlpack_device__") else None
-    if device in _HOST_DEVICES:
-        # JAX passes bfloat16 through the buffer protocol only; both ways share its memory
-        return np.asarray(array) if library == "jax" else np.from_dlpack(array)
-    if device in _CUDA_DEVICES:
-        return require_cupy(f"{name} is on a GPU and").from_dlpack(array)
-    if hasattr(array, "__cuda_array_interface__"):
-        return require_cupy(f"{name} is on a GPU and").asarray(array)
+    try:
+        device = array.__dlpack_device__()[0] if hasattr(array, "__dlpack_device__") else None
+        if device in _HOST_DEVICES:
+            # JAX passes bfloat16 through the buffer protocol only; both ways share its memory
+            return np.asarray(array) if library == "jax" else np.from_dlpack(array)
+        if device in _CUDA_DEVICES:
+            return require_cupy(f"{name} is on a GPU and").from_dlpack(array)
+        if hasattr(array, "__cuda_array_interface__"):
+            return require_cupy(f"{name} is on a GPU and").asarray(array)
+    except (AttributeError, TypeError, ValueError) as error:  # which do not say of what
+        raise BufferError(str(error)) from error
     return None
 
 

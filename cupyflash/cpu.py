@@ -109,7 +109,7 @@ def backward(
     )
     for gradient, total in ((dk, dk_sum), (dv, dv_sum)):
         if gradient is not total:
-            with np.errstate(over="ignore", invalid="ignore"):  # what float16 cannot hold becomes infinite
+            with np.errstate(all="ignore"):  # what float16 cannot hold becomes infinite, or 0
                 np.copyto(gradient, total, casting="unsafe")
 
 

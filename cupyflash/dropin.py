@@ -11,6 +11,7 @@ from typing import Any
 
 from . import api, arrays
 from .arrays import Array
+from .problem import finite, flag, window_bounds
 
 
 def flash_attn_func(
@@ -193,7 +194,8 @@ def scaled_dot_product_attention(
     """
     _refuse(attn_mask=attn_mask)
     _refuse_dropout(dropout_p)
-    options = api.Options(causal="top_left" if is_causal else False, scale=scale, layout="bhsd")
+    causal = "top_left" if flag("is_causal", is_causal) else False
+    options = api.Options(causal=causal, scale=_scale("scale", scale), layout="bhsd")
     operands = {"query": query, "key": key, "value": value}
     return arrays.through(_scaled_dot_product, operands, {}, options, enable_gqa)
 
@@ -248,10 +250,9 @@ def dot_product_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         implementation=implementation,
     )
-    window: Any = local_window_size
-    if isinstance(local_window_size, Integral):
-        window = (local_window_size, local_window_size)
-    options = api.Options(causal=is_causal, scale=scale, window=window, alignment="top_left")
+    both = isinstance(local_window_size, Integral)
+    window = window_bounds((local_window_size,) * 2 if both else local_window_size, "local_window_size")
+    options = api.Options(flag("is_causal", is_causal), _scale("scale", scale), window=window, alignment="top_left")
     operands = {"query": query, "key": key, "value": value}
     return arrays.through(_dot_product, operands, {}, options, return_residual)
 
@@ -263,8 +264,14 @@ def _flash_options(
     _refuse_dropout(dropout_p)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size!r}; expected (left, right), each >= 0 or -1 for no bound")
-    window = tuple(None if bound == -1 else bound for bound in window_size)
-    return api.Options(causal, scale, "bshd", (window[0], window[1]), softcap, deterministic)
+    window = window_bounds(tuple(None if bound == -1 else bound for bound in window_size), "window_size", "-1")
+    return api.Options(
+        flag("causal", causal), _scale("softmax_scale", scale), "bshd", window, softcap, deterministic
+    )
+
+
+def _scale(name: str, scale: float | None) -> float | None:
+    return None if scale is None else finite(name, scale)
 
 
 def _flash_attn(q: Array, k: Array, v: Array, options: api.Options, return_attn_probs: bool) -> Any:

@@ -57,7 +57,8 @@ def _merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, layout: str) 
     xp = arrays.module_of(out_a)
     wide = np.result_type(np.float32, lse_a.dtype, np.float64 if out_a.dtype == np.float64 else np.float32).type
 
-    with arrays.on_gpu_of(("out_a", "lse_a", "out_b", "lse_b"), out_a, lse_a, out_b, lse_b):
+    where = arrays.on_gpu_of(("out_a", "lse_a", "out_b", "lse_b"), out_a, lse_a, out_b, lse_b)
+    with where, np.errstate(all="ignore"):  # NaN and infinity are data here
         largest = xp.maximum(lse_a, lse_b).astype(wide)
         shift = xp.where(largest == -np.inf, wide(0), largest)  # both empty: exp(-inf - 0) is 0, not NaN
         weight_a, weight_b = xp.exp(lse_a - shift), xp.exp(lse_b - shift)

@@ -12,6 +12,8 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .tiles import ALGORITHMS
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -161,6 +163,11 @@ class Problem:
                 f"k has {num_kv_heads} heads but q has {num_heads}; num_heads must be a multiple of num_kv_heads"
             )
 
+        scale = 1.0 / math.sqrt(head_dim) if scale is None else finite("scale", scale)
+        softcap = cap(softcap)
+        if softcap and not abs(scale) / softcap <= FLOAT32_MAX:
+            raise ValueError(f"scale is {scale} and softcap {softcap}; scale / softcap must be finite (in float32)")
+
         return cls(
             batch=batch,
             seqlen_q=seqlen_q,
@@ -171,10 +178,10 @@ class Problem:
             head_dim_v=head_dim_v,
             dtype=dtype,
             band=mask_band(causal, window, seqlen_q, seqlen_k, alignment),
-            scale=1.0 / math.sqrt(head_dim) if scale is None else finite("scale", scale),
-            softcap=cap(softcap),
+            scale=scale,
+            softcap=softcap,
             precision="ieee" if precision is None else one_of("precision", precision, PRECISIONS),
-            deterministic=bool(deterministic),
+            deterministic=flag("deterministic", deterministic),
             algorithm=one_of("algorithm", algorithm, tuple(ALGORITHMS)),
         )
 
@@ -192,8 +199,8 @@ def mask_band(
         if alignment not in (None, causal_alignment):
             raise ValueError(f"causal={causal!r} contradicts alignment={alignment!r}")
         alignment, causal = causal_alignment, True
-    elif causal not in (False, True):
-        raise ValueError(f'causal is {causal!r}; expected False, True, "bottom_right" or "top_left"')
+    else:
+        causal = flag("causal", causal, 'False, True, "bottom_right" or "top_left"')
     alignment = "bottom_right" if alignment is None else one_of("alignment", alignment, ALIGNMENTS)
 
     left, right = window_bounds(window)
@@ -208,12 +215,12 @@ def mask_band(
     )
 
 
-def window_bounds(window: Any) -> tuple[int | None, int | None]:
-    """(left, right) of a window; None is unbounded."""
+def window_bounds(window: Any, name: str = "window", unbounded: str = "None") -> tuple[int | None, int | None]:
+    """(left, right) of a window; None is unbounded, whatever the caller of ``name`` writes for it."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"window is {window!r}; expected None or (left, right), each an integer >= 0 or None")
+        raise ValueError(f"{name} is {window!r}; expected None or (left, right), each an integer >= 0 or {unbounded}")
     bounds: list[int | None] = []
     for side, bound in zip(("left", "right"), window, strict=True):
         if bound is not None:
@@ -221,10 +228,10 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
                 bound = operator.index(bound)
             except TypeError:
                 raise TypeError(
-                    f"window {side} is {bound!r} ({type(bound).__name__}); expected an integer >= 0 or None"
+                    f"{name} {side} is {bound!r} ({type(bound).__name__}); expected an integer >= 0 or {unbounded}"
                 ) from None
             if bound < 0:
-                raise ValueError(f"window {side} is {bound}; expected an integer >= 0, or None for no bound")
+                raise ValueError(f"{name} {side} is {bound}; expected an integer >= 0, or {unbounded} for no bound")
         bounds.append(bound)
     return bounds[0], bounds[1]
 
@@ -277,7 +284,10 @@ def finite(name: str, value: Any) -> float:
     """A number that is finite in float32, as a float. Arrays are refused: reading one would wait for the device."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a real number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not abs(number) <= FLOAT32_MAX:  # also false for NaN
         raise ValueError(f"{name} is {value}; it must be finite (in float32)")
     return number
@@ -289,6 +299,13 @@ def cap(softcap: Any) -> float:
     if value < FLOAT32_TINY and value != 0:
         raise ValueError(f"softcap is {value}; it must be positive (in float32), or 0 for none")
     return value
+
+
+def flag(name: str, value: Any, expected: str = "True or False") -> bool:
+    """A boolean option, of Python or NumPy, or 0 or 1; what counts as true elsewhere may be meant otherwise."""
+    if not isinstance(value, (numbers.Integral, np.bool_)) or value not in (False, True):
+        raise ValueError(f"{name} is {value!r}; expected {expected}")
+    return bool(value)
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -11,6 +11,7 @@ from .arrays import Array
 from .problem import Problem
 
 
+@np.errstate(all="ignore")  # NaN and infinity are data here
 def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Array) -> Array:
     """Writes out and lse. S is held in memory, and P in its place: returns that."""
     Q, K, V = _grouped(problem, q), _by_key_head(problem, k), _by_key_head(problem, v)
@@ -23,11 +24,11 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, out: Array, lse: Arr
     sees_none = l == 0
     P /= np.where(sees_none, 1, l)
     _store(out, P @ V)
-    with np.errstate(divide="ignore"):
-        lse[...] = (m + np.log(l)).reshape(lse.shape)
+    lse[...] = (m + np.log(l)).reshape(lse.shape)
     return P
 
 
+@np.errstate(all="ignore")
 def backward(
     problem: Problem,
     dout: Array,

@@ -209,12 +209,13 @@ KERNEL(32, 1) void relay(PARAMS(RelayParams) params) {
     if (lane_index() != 0)
         return;
     spin_until(params.counter, [](u32 done) { return done == block_index(); });  // FAULT(relay_wait)
-    fence_async_global();
+    fence_async_global();  // FAULT(relay_seen)
     if (block_index() == 0)
         bulk_store(params.sums, shared.addends, sizeof shared.addends);
     else
         bulk_reduce_add(params.sums, shared.addends, sizeof shared.addends);
     bulk_commit();
+    bulk_wait_read<0>();
     bulk_wait<0>();                  // FAULT(relay_done)
     release_add(params.counter, 1);  // FAULT(relay_told)
 }

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from cupyflash import dispatch, engine
 from cupyflash.engine import Engine
 from cupyflash.problem import Band, Problem
 from cupyflash.resources import KNOWN_GPUS
+from cupyflash.runtime import driver
 from cupyflash.runtime.params import BACKWARD, BACKWARD_TENSOR, FORWARD, FORWARD_TENSOR, ParamBlock
 from cupyflash.tiles import TileConfig
 
@@ -361,6 +363,56 @@ def test_tile_counters_on_cuda(monkeypatch):
     found = [runtime.tile_counter(*where) for where in ((0, default), (0, 0x57), (1, default), (0, 0x58))]
     assert found == [0x100, 0x200, 0x300, 0x400]
     assert [runtime.tile_counter(*where) for where in ((0, default), (0, 0x57))] == found[:2]
+
+
+def test_a_capture_keeps_its_workspaces_on_cuda(monkeypatch):
+    """Nobody else is given what a graph may use later; launches that follow one another share it."""
+    cuda = pytest.importorskip("cupyflash.runtime.cuda", reason="CuPy is not installed")
+    addresses = itertools.count(0x1000, 0x100)
+    alive = weakref.WeakValueDictionary()
+
+    class Memory:
+        def __init__(self, size):
+            self.ptr, self.size = next(addresses), size
+            alive[self.ptr] = self
+
+    current = types.SimpleNamespace(ptr=0)
+    captures = {0x98: 1, 0x99: 1}  # stream: which
+    monkeypatch.setattr(cuda.cupy.cuda, "alloc", Memory)
+    monkeypatch.setattr(cuda.cupy.cuda, "get_current_stream", lambda: current)
+    monkeypatch.setattr(cuda.cupy.cuda.runtime, "streamIsCapturing", captures.__contains__)
+    monkeypatch.setattr(cuda, "capture_id", captures.__getitem__)
+    runtime = cuda.CudaRuntime()
+
+    def workspace(stream, floats):
+        current.ptr = stream
+        address, _memory = runtime.workspace(floats)
+        return address
+
+    for stream in (0, 1, 0x57):
+        assert workspace(stream, 10) not in alive
+    first = workspace(0x99, 10)
+    assert workspace(0x99, 10) == workspace(0x99, 3) == first
+    larger = workspace(0x99, 11)
+    assert workspace(0x99, 10) == larger != first
+    beside = workspace(0x98, 10)
+    captures[0x99] = 2
+    again = workspace(0x99, 10)
+    assert {address: memory.size for address, memory in alive.items()} == {first: 40, larger: 44, beside: 40, again: 40}
+
+
+def test_which_capture_is_under_way(monkeypatch):
+    """As cuda.h has it: cuStreamGetCaptureInfo_v2(stream, &status, &id, null, null, null)."""
+
+    def info(stream, status, number, *others):
+        assert others == (None, None, None)
+        number._obj.value = 2**40 + stream.value
+        return 0 if stream.value == 7 else 900
+
+    monkeypatch.setattr(driver, "driver", lambda: types.SimpleNamespace(cuStreamGetCaptureInfo_v2=info))
+    assert driver.capture_id(7) == 2**40 + 7
+    with pytest.raises(RuntimeError, match=r"which capture is under way on a stream \(error 900\)"):
+        driver.capture_id(8)
 
 
 def section(changes, limits=A100, plan=dispatch.plan_forward):

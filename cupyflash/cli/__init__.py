@@ -71,7 +71,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     if options.command == "demo":
         from cupyflash import demo as demonstration
 
-        return demonstration.run(options.device, options.tokens, options.model)
+        if options.tokens < 1:
+            demo.error(f"argument --tokens: {options.tokens} is no length; expected 1 at least")
+        with _told_by(demo, OSError):
+            return demonstration.run(options.device, options.tokens, options.model)
 
     if options.command == "compare":
         with _told_by(compare_parser, ImportError, OSError, RuntimeError, ValueError):

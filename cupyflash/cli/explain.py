@@ -108,12 +108,15 @@ def _parse(description: str) -> dict[str, str]:
 
 
 def _problem(given: dict[str, str]) -> Problem:
-    sizes = DEFAULTS | {key: _number(int, key, given[key]) for key in SIZES if key in given}
+    sizes = DEFAULTS | {key: _size(key, given[key]) for key in SIZES if key in given}
     numbers = {key: _number(float, key, given[key]) for key in NUMBERS if key in given}
     dtype = given.get("dtype", "float16")
     if dtype not in GPU_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(GPU_DTYPES)}")
     causal = given.get("causal", "False") or "True"
+    deterministic = given.get("deterministic", "False") or "True"
+    if deterministic not in ("True", "False"):
+        raise ValueError(f"deterministic is {deterministic!r}; expected True or False")
 
     def array(seqlen: str, heads: str, head_dim: str) -> Any:
         shape = (
@@ -131,10 +134,17 @@ def _problem(given: dict[str, str]) -> Problem:
         causal={"True": True, "False": False}.get(causal, causal),
         window=_window(given["window"]) if "window" in given else None,
         precision=given.get("precision"),
-        deterministic=given.get("deterministic", "False") in ("", "True"),
+        deterministic=deterministic == "True",
         algorithm=given.get("algorithm", "auto"),
         **numbers,
     )
+
+
+def _size(key: str, text: str) -> int:
+    size: int = _number(int, key, text)
+    if size < 1:
+        raise ValueError(f"{key} is {size}; expected 1 at least")
+    return size
 
 
 def _number(kind: Callable[[str], Any], key: str, text: str) -> Any:

@@ -12,6 +12,7 @@ import cupy
 from ..arrays import Array
 from ..dispatch import Kernel, UnsupportedError
 from ..resources import Limits
+from .driver import capture_id
 from .params import ParamBlock
 from .source import flatten
 from .tensor_map import encode_tensor_map
@@ -29,6 +30,7 @@ class CudaRuntime:
         self._modules: dict[Any, _Module] = {}
         self._limits: dict[int, Limits] = {}
         self._tile_counters: dict[tuple[int, int], Array] = {}
+        self._captured: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         self._lock = threading.Lock()
 
     def device(self) -> int:
@@ -95,8 +97,24 @@ class CudaRuntime:
         return counter.data.ptr  # type: ignore[no-any-return]
 
     def workspace(self, floats: int) -> tuple[int, Any]:
-        memory = cupy.cuda.alloc(4 * floats)  # an array around it costs twice as much as the memory
+        stream = cupy.cuda.get_current_stream().ptr
+        if stream > _LEGACY_STREAM and cupy.cuda.runtime.streamIsCapturing(stream):
+            memory = self._captured_workspace(stream, 4 * floats)
+        else:
+            memory = cupy.cuda.alloc(4 * floats)  # an array around it costs twice as much as the memory
         return memory.ptr, memory
+
+    def _captured_workspace(self, stream: int, size: int) -> Any:
+        """Kept for good: a graph may use it at any time from now on, and nobody says when there will be no more.
+
+        What one capture takes from one stream follows one another, and shares it.
+        """
+        key = capture_id(stream), stream
+        with self._lock:
+            kept = self._captured.setdefault(key, [])
+            if not kept or kept[-1][0] < size:
+                kept.append((size, cupy.cuda.alloc(size)))
+            return kept[-1][1]
 
     def raw_kernel(self, kernel: Kernel) -> Any:
         """A compiled kernel on the current device, a ``cupy.RawKernel``. Threads may compile different ones at once."""

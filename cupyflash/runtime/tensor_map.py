@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import sys
 from collections.abc import Sequence
-from typing import Any
+
+from .driver import driver
 
 # Constants of cuda.h.
 _UNSIGNED_OF_BYTES = {1: 0, 2: 1, 4: 2}  # loads and stores only move bytes
@@ -25,7 +24,7 @@ def encode_tensor_map(
     """
     room = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     aligned = -(-ctypes.addressof(room) // _ALIGNMENT) * _ALIGNMENT
-    error = _driver().cuTensorMapEncodeTiled(
+    error = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         _UNSIGNED_OF_BYTES[itemsize],
         _RANK,
@@ -45,8 +44,3 @@ def encode_tensor_map(
             f"strides {tuple(byte_strides)} bytes, box {tuple(box)} at {address:#x}"
         )
     return ctypes.string_at(aligned, _BYTES)
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")

@@ -77,6 +77,22 @@ FAULTS = [
         "backward hopper, plain, 70x300x1x4x2",
     ),
     fault(
+        "backward wgmma: others are told before the first dQ is stored",
+        "backward_wgmma.cu",
+        "            bulk_wait<0>();  // what the copy engine has done is then seen by all that is ordered after this thread\n",
+        "",
+        "what they add is stored over",
+        "backward hopper, plain, 300x520x1x3x1",
+    ),
+    fault(
+        "backward wgmma: the copy engine adds to what it need not see",
+        "backward_wgmma.cu",
+        "                fence_async_global();\n",
+        "",
+        "the first dQ is seen by threads alone",
+        "backward hopper, plain, 300x520x1x3x1",
+    ),
+    fault(
         "backward wgmma: the first consumer's dQ of no tile is sent",
         "backward_wgmma.cu",
         "finish_dQ(dQ, query, of, index != 0 || n > 1,",

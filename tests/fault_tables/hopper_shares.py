@@ -66,6 +66,14 @@ FAULTS = [
         LAST_HEAD,
     ),
     fault(
+        "shares: a head counts as one of the first sequence",
+        "include/shares.cuh",
+        "(params.batch - at.batch) * params.num_kv_heads - at.head",
+        "params.num_kv_heads - at.head",
+        "others wait for who comes first, and nobody does",
+        "backward hopper narrow, plain, 330x200x5x1x1",
+    ),
+    fault(
         "shares: parts count as there",
         "include/shares.cuh",
         "                part_counter(params, 0, 0)[n] = 0;",

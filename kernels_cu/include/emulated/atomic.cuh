@@ -10,7 +10,11 @@ DEVICE u32 atomic_add(u32* counter, u32 x) {
     return before;
 }
 
-DEVICE void release_add(u32* counter, u32 x) { __atomic_fetch_add(counter, x, __ATOMIC_RELEASE); }
+/// Who is told may go on before who tells.
+DEVICE void release_add(u32* counter, u32 x) {
+    __atomic_fetch_add(counter, x, __ATOMIC_RELEASE);
+    emulated::lag();
+}
 
 /// The others may belong to other blocks, which run at the same time or, if they come later, not at all.
 template <typename Condition>
@@ -21,4 +25,5 @@ DEVICE void spin_until(const u32* counter, Condition enough) {
                            __atomic_load_n(counter, __ATOMIC_RELAXED));
         emulated::poll();
     }
+    emulated::acquire_global();
 }

@@ -69,9 +69,10 @@ Work* work(Function function) {
     return new Call(function);
 }
 
-/// Copies and stores belong to a thread, products to a warp, which performs them in order: all three are waited for by
-/// groups. Loads belong to the block and tell a barrier; the last moment for them is when no thread can run.
-enum class Unit : u32 { kCopies, kStores, kProducts, kLoads };
+/// Copies and stores belong to a thread, products to a warp, which performs them in order: all are waited for by groups. A
+/// store is two works, one that reads shared memory and one that writes global memory; the last moment for that is when the
+/// thread ends. Loads belong to the block and tell a barrier; the last moment for them is when no thread can run.
+enum class Unit : u32 { kCopies, kStores, kProducts, kLoads, kWrites };
 void start(Unit unit, Work* work);  // takes ownership
 void commit(Unit unit);
 void wait(Unit unit, u32 pending);
@@ -92,6 +93,12 @@ void async_write(SharedAddress address, const u8* data, u32 bytes, const char* w
 void publish_shared();
 /// That view, without the check.
 const u8* async_view(SharedAddress address, u32 bytes, const char* who);
+
+/// The calling thread has seen what others did in global memory. The asynchronous proxy sees it after publish_global; what
+/// the thread starts there before is an error.
+void acquire_global();
+void publish_global();
+void check_published_global(const char* who);
 
 /// What the block has one of; zero when it starts.
 struct NamedBarrier {

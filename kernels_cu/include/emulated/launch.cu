@@ -152,7 +152,8 @@ struct UnitTraits {
 constexpr UnitTraits kUnits[] = {{"asynchronous copies", "copy_async_wait", 4},
                                  {"bulk copies from shared memory", "bulk_wait", 4},
                                  {"products", "wgmma_wait", 64},
-                                 {"loads", "barrier_wait", 256}};
+                                 {"loads", "barrier_wait", 256},
+                                 {"bulk copies to global memory", "bulk_wait", 4}};
 
 struct Fiber {
     Context context;
@@ -162,7 +163,8 @@ struct Fiber {
     u32 detail = 0;
     Describe describe = nullptr;
     bool returned = false;
-    Queue copies, stores;
+    bool has_acquired = false;  // since the last publish_global
+    Queue copies, stores, writes;
 };
 
 struct Warp {
@@ -287,7 +289,9 @@ void fail(const char* format, ...) {
 Queue& queue(Unit unit) {
     if (unit == Unit::kLoads)
         return block->loads;
-    return unit == Unit::kProducts ? warp().products : unit == Unit::kStores ? fiber().stores : fiber().copies;
+    if (unit == Unit::kProducts)
+        return warp().products;
+    return unit == Unit::kCopies ? fiber().copies : unit == Unit::kStores ? fiber().stores : fiber().writes;
 }
 
 /// Performs the n-th of a queue unless that has been done; of products, all before it too.
@@ -588,6 +592,8 @@ void lag() {
     block->launch.kernel(block->launch.params);
     for (const Unit unit : {Unit::kCopies, Unit::kStores, Unit::kProducts})
         check_finished(unit);
+    commit(Unit::kWrites);
+    wait(Unit::kWrites, 0);
     if (block->running == 1) {
         check_finished(Unit::kLoads);
         for (u32 w = 0; w < block->warps.size(); ++w)
@@ -700,6 +706,15 @@ void async_write(SharedAddress address, const u8* data, u32 bytes, const char* w
 }
 
 void publish_shared() { std::memcpy(block->async_view.get(), block->shared.get(), block->launch.shared_bytes); }
+
+void acquire_global() { fiber().has_acquired = true; }
+
+void publish_global() { fiber().has_acquired = false; }
+
+void check_published_global(const char* who) {
+    if (fiber().has_acquired)
+        fail("%s: no fence_async_global since the thread saw what others did in global memory", who);
+}
 
 /// The blocks of a grid, the first of each cluster, in the order in which they are started.
 std::vector<u32> block_order(const Launch& launch) {

@@ -80,16 +80,58 @@ struct Box {
         complete_bytes(barrier, rows() * row_bytes(), who);
     }
 
-    void store() const {
-        for (u32 n = 0; n < rows(); ++n) {
-            u8 row[kMaxRowBytes];
+    void read(u8* data) const {
+        for (u32 n = 0; n < rows(); ++n)
             for (u32 byte = 0; byte < row_bytes(); byte += 16)
-                __builtin_memcpy(row + byte, async_read(chunk(n, byte), 16, who), 16);
+                __builtin_memcpy(data + n * row_bytes() + byte, async_read(chunk(n, byte), 16, who), 16);
+    }
+
+    void write(const u8* data) const {
+        for (u32 n = 0; n < rows(); ++n)
             if (const Inside part = inside(n); part.bytes != 0)
-                __builtin_memcpy(part.global, row + part.skipped, part.bytes);
-        }
+                __builtin_memcpy(part.global, data + n * row_bytes() + part.skipped, part.bytes);
     }
 };
+
+/// What a store has read from shared memory and not yet written, while somebody may still ask for it.
+class Store {
+    struct Shared {
+        u32 users;
+        bool has_read;
+        u8* data;
+    };
+    Shared* shared;
+
+  public:
+    explicit Store(u32 bytes) : shared(new Shared{1, false, new u8[bytes]}) {}
+    Store(const Store& other) : shared(other.shared) { ++shared->users; }
+    Store& operator=(const Store&) = delete;
+    ~Store() {
+        if (--shared->users != 0)
+            return;
+        delete[] shared->data;
+        delete shared;
+    }
+
+    /// What was read, now or before.
+    template <typename Read>
+    const u8* data(Read read) const {
+        if (!shared->has_read)
+            read(shared->data);
+        shared->has_read = true;
+        return shared->data;
+    }
+};
+
+/// Starts read(data) of shared memory, and at some time after that write(data) of global memory.
+template <typename Read, typename Write>
+void start_store(u32 bytes, const char* who, Read read, Write write) {
+    check_published_global(who);
+    trace("store", bytes);
+    const Store store(bytes);
+    start(Unit::kStores, work([=] { store.data(read); }));
+    start(Unit::kWrites, work([=] { write(store.data(read)); }));
+}
 
 inline Box checked_load(void* shared, const TensorMap& map, Barrier& barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
     const u8* seen = async_view(shared_address(&checked(barrier, "tma_load")), 8, "tma_load");
@@ -98,17 +140,20 @@ inline Box checked_load(void* shared, const TensorMap& map, Barrier& barrier, i3
     return Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_load"}.checked();
 }
 
-/// Starts a copy of 16 bytes at a time from shared memory: copy(target, 4 floats).
+/// Starts copying 16 bytes at a time: copy(target, 4 floats).
 template <typename Copy>
 void bulk(float* global, const void* shared, u32 bytes, const char* who, Copy copy) {
     if (reinterpret_cast<u64>(global) % 16 != 0 || bytes % 16 != 0)
         fail("%s: %u bytes at %p: both must be multiples of 16", who, bytes, static_cast<const void*>(global));
-    trace("store", bytes);
     const SharedAddress from = shared_address(shared);
-    start(Unit::kStores, work([=] {
-              for (u32 n = 0; n < bytes; n += 16)
-                  copy(global + n / 4, reinterpret_cast<const float*>(async_read(from + n, 16, who)));
-          }));
+    auto read = [=](u8* data) {
+        for (u32 n = 0; n < bytes; n += 16)
+            __builtin_memcpy(data + n, async_read(from + n, 16, who), 16);
+    };
+    start_store(bytes, who, read, [=](const u8* data) {
+        for (u32 n = 0; n < bytes; n += 16)
+            copy(global + n / 4, reinterpret_cast<const float*>(data + n));
+    });
 }
 
 }  // namespace emulated
@@ -138,8 +183,9 @@ DEVICE void tma_load_to_all(void* shared, const TensorMap& map, Barrier& barrier
 DEVICE void tma_store(const TensorMap& map, const void* shared, i32 c0, i32 c1, i32 c2, i32 c3) {
     using namespace emulated;
     const Box box = Box{map, shared_address(shared), {c0, c1, c2, c3}, "tma_store"}.checked();
-    trace("store", box.rows() * box.row_bytes());
-    start(Unit::kStores, work([box] { box.store(); }));
+    start_store(
+        box.rows() * box.row_bytes(), box.who, [box](u8* data) { box.read(data); },
+        [box](const u8* data) { box.write(data); });
 }
 
 DEVICE void bulk_reduce_add(float* global, const void* shared, u32 bytes) {
@@ -157,6 +203,7 @@ DEVICE void bulk_store(float* global, const void* shared, u32 bytes) {
 DEVICE void bulk_commit() {
     emulated::trace("store commit");
     emulated::commit(emulated::Unit::kStores);
+    emulated::commit(emulated::Unit::kWrites);
 }
 
 template <u32 kPending>
@@ -165,14 +212,13 @@ DEVICE void bulk_wait_read() {
     emulated::wait(emulated::Unit::kStores, kPending);
 }
 
-/// Stores write as soon as they read.
 template <u32 kPending>
 DEVICE void bulk_wait() {
     bulk_wait_read<kPending>();
+    emulated::wait(emulated::Unit::kWrites, kPending);
 }
 
-/// Copies here see global memory as threads do.
-DEVICE void fence_async_global() {}
+DEVICE void fence_async_global() { emulated::publish_global(); }
 
 /// Other threads' writes are published too: who wrote what is not known.
 DEVICE void fence_async_shared() { emulated::publish_shared(); }
