@@ -127,7 +127,8 @@ def attention(
         window: (left, right) keys that a query sees beside its diagonal key, both inclusive; None is unbounded.
         softcap: scores become softcap * tanh(score / softcap); 0 or None is off.
         return_lse: also return the log of the softmax denominators.
-        out: array of the shape and dtype of the result to write to; may be strided, may share no element with q, k or v.
+        out: array of the shape and dtype of the result to write to; may be strided, must share no element with q,
+            k or v.
         deterministic: gradients equal in every bit from run to run; the forward pass always is.
         precision: of float32 products on the GPU, "ieee" (default; on tensor cores by products of parts) or "tf32"
             (10-bit mantissas, faster).
@@ -618,8 +619,8 @@ def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
         raise ValueError(f"out has strides {out.strides}, so that elements share memory; pass an array that owns each")
     if type(out) is not np.ndarray and not _is_aligned(out):
         raise ValueError(
-            f"out has elements of {out.itemsize} bytes at an address, or with strides {out.strides}, that are no multiple "
-            "of that; a GPU cannot store them: pass an array that it allocated"
+            f"out has elements of {out.itemsize} bytes at an address, or with strides {out.strides}, that are no "
+            "multiple of that, which a GPU cannot store; pass an array as CuPy allocates it"
         )
     at = arrays.address(out)
     for name, array in (("q", q), ("k", k), ("v", v)):

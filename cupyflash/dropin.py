@@ -265,9 +265,7 @@ def _flash_options(
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size!r}; expected (left, right), each >= 0 or -1 for no bound")
     window = window_bounds(tuple(None if bound == -1 else bound for bound in window_size), "window_size", "-1")
-    return api.Options(
-        flag("causal", causal), _scale("softmax_scale", scale), "bshd", window, softcap, deterministic
-    )
+    return api.Options(flag("causal", causal), _scale("softmax_scale", scale), "bshd", window, softcap, deterministic)
 
 
 def _scale(name: str, scale: float | None) -> float | None:

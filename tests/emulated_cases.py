@@ -309,8 +309,8 @@ _PERSISTENT_SHAPES = {
     "deterministic softcap": [(130, 260, 1, 3, 3)],
 }
 # Of keys that do not make a round of four blocks the queries are shared out: one work in four parts; a head whose first
-# keys are in the last round; two works; three, of which two blocks have parts of two each; a head behind whole rounds, of
-# one sequence and of several.
+# keys are in the last round; two works; three, of which two blocks have parts of two each; a head behind whole rounds,
+# of one sequence and of several.
 _SHARED_SHAPES = {
     "backward hopper narrow": [
         *((520, 100, 1, 1, 1), (520, 600, 1, 2, 1), (300, 700, 1, 1, 1), (520, 350, 1, 1, 1)),

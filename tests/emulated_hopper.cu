@@ -209,7 +209,7 @@ KERNEL(32, 1) void relay(PARAMS(RelayParams) params) {
     if (lane_index() != 0)
         return;
     spin_until(params.counter, [](u32 done) { return done == block_index(); });  // FAULT(relay_wait)
-    fence_async_global();  // FAULT(relay_seen)
+    fence_async_global();                                                        // FAULT(relay_seen)
     if (block_index() == 0)
         bulk_store(params.sums, shared.addends, sizeof shared.addends);
     else

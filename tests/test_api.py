@@ -15,6 +15,7 @@ from textbook import bottom_right, close, randn, textbook
 import cupyflash
 from cupyflash import api, cpu, streaming
 from cupyflash.problem import Problem
+from cupyflash.runtime import emulated
 
 DTYPES = ["float16", "float32", "float64"]
 # ---- forward
@@ -156,12 +157,16 @@ def test_bad_out():
     q, fine = buffer[:, :5], np.empty((2, 5, 3, 8), np.float32)
     read_only = fine.copy()
     read_only.flags.writeable = False
-    shared = np.lib.stride_tricks.as_strided(fine.copy(), fine.shape, (0, *fine.strides[1:]))
+    shared, sliding = (
+        np.lib.stride_tricks.as_strided(np.empty(400, np.float32), fine.shape, strides)
+        for strides in ((0, *fine.strides[1:]), (480, 32, 4, 4))
+    )
     for error, message, out in [
         (TypeError, "out has dtype float16 but q, k and v have float32", fine.astype(np.float16)),
         (ValueError, "out has shape (2, 5, 3, 4); expected (2, 5, 3, 8)", fine[..., :4]),
         (ValueError, "out is read-only", read_only),
         (ValueError, "elements share memory", shared),
+        (ValueError, "elements share memory", sliding),
         (ValueError, "out overlaps q in memory", q),
         (ValueError, "out overlaps q in memory", buffer[:, 1:]),
         (TypeError, "out is a list", fine.tolist()),
@@ -170,6 +175,37 @@ def test_bad_out():
             cupyflash.attention(q, fine, fine, out=out)
     with pytest.raises(ValueError, match="out overlaps v in memory"):
         cupyflash.attention(q, q, fine, out=fine)
+
+
+def test_out_may_lie_between_operands():
+    packed = randn(2, 6, 4, 3, 8)
+    q, k, v, out = (packed[:, :, n] for n in range(4))
+    expected = cupyflash.attention(q.copy(), k.copy(), v.copy())
+    assert cupyflash.attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match="out overlaps k in memory"):
+        cupyflash.attention(q, k, v, out=packed[:, :, 1])
+
+
+def misaligned(array):
+    """Contiguous, at an odd address."""
+    copy = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.emulated
+@pytest.mark.skipif(not emulated.available(), reason="the emulated device needs g++")
+def test_misaligned_arrays_are_copied():
+    q, k, dout = randn(1, 9, 2, 8), randn(1, 12, 2, 8), randn(1, 9, 2, 8, seed=1)
+    assert cupyflash.supported(misaligned(q), k, k, device="emulated") == (True, "")
+    out, lse = cupyflash.attention(q, k, k, return_lse=True, device="emulated")
+    expected = cupyflash.attention_backward(dout, q, k, k, out, lse, dlse=lse, device="emulated")
+    q, k, dout, lse = map(misaligned, (q, k, dout, lse))
+    np.testing.assert_array_equal(cupyflash.attention(q, k, k, device="emulated", out=misaligned(out)), out)
+    gradients = cupyflash.attention_backward(dout, q, k, k, misaligned(out), lse, dlse=lse, device="emulated")
+    for gradient, same in zip(gradients, expected, strict=True):
+        np.testing.assert_array_equal(gradient, same)
 
 
 # ---- errors
@@ -266,6 +302,15 @@ def test_vjp_is_backward():
             np.testing.assert_array_equal(gradient, same)
 
 
+def test_vjp_is_of_the_options_of_its_call():
+    q, window = randn(1, 9, 2, 8), [1, 0]
+    out, vjp = cupyflash.attention_vjp(q, q, q, window=window)
+    first = vjp(out)
+    window[0] = 5
+    for gradient, same in zip(vjp(out), first, strict=True):
+        np.testing.assert_array_equal(gradient, same)
+
+
 def test_vjp_with_the_gradient_of_lse():
     """Of lse alone, and of it beside that of out; any strides of dlse will do."""
     q, k, v = randn(2, 5, 4, 8), randn(2, 6, 2, 8), randn(2, 6, 2, 12)
@@ -310,6 +355,22 @@ def test_standard_attention_without_keys():
     out, lse = cupyflash.standard_attention(q, k[:, :0], k[:, :0], return_lse=True)
     assert (out == 0).all()
     assert np.isneginf(lse).all()
+
+
+def test_numbers_that_are_not_finite_are_data():
+    """No warning, nor what becomes of warnings where the caller has asked for errors."""
+    q = np.full((1, 200, 2, 16), 8, np.float16) * randn(1, 200, 2, 16, dtype="float16")
+    q[0, 3, 0, 0], q[0, 7, 1, 1] = np.inf, np.nan
+    part = np.zeros((1, 3, 1, 4), np.float32), np.array([[[np.inf, 3e38, -np.inf]]], np.float32)
+    other = np.full((1, 3, 1, 4), np.inf, np.float32), np.array([[[np.inf, -3e38, 0]]], np.float32)
+    with np.errstate(all="raise"):
+        for algorithm in ("v2", "standard"):
+            for options in ({"scale": 1.0}, {"softcap": 1e-30}):
+                options |= {"algorithm": algorithm, "causal": True}
+                out, lse = cupyflash.attention(q, q, q, return_lse=True, **options)
+                cupyflash.attention_backward(q, q, q, q, out, lse, **options)
+        cupyflash.standard_attention(q, q, q)
+        cupyflash.merge_attention(*part, *other)
 
 
 @pytest.mark.filterwarnings("error")
@@ -368,7 +429,8 @@ def test_supported_never_raises():
         ((q, q, q.astype(np.int8)), {}, "v is int8"),
         ((q, q, q), {"window": (-1, 0)}, "window left is -1"),
         ((q, q, q), {"window": object()}, "expected None or (left, right)"),
-        ((q, q, q), {"dropout": 0.5}, "dropout"),
+        ((q, q, q), {"dropout": 0.5}, "attention() got an unexpected keyword argument 'dropout'"),
+        ((q, q, q), {"alignment": "top_left"}, "attention() got an unexpected keyword argument 'alignment'"),
     ]:
         answer = cupyflash.supported(*arguments, **options)
         assert answer[0] is False

@@ -50,10 +50,11 @@ def test_arrays_on_other_devices_are_refused():
         arrays.adopt("q", Exporter(randn(2), device=(10, 0)))
 
 
-def test_an_export_that_fails_is_named():
+@pytest.mark.parametrize("error", [BufferError, TypeError, ValueError, AttributeError])
+def test_an_export_that_fails_is_named(error):
     class Broken(Exporter):
         def __dlpack__(self, **options):
-            raise BufferError("it is lost")
+            raise error("it is lost")
 
     with pytest.raises(TypeError, match=re.escape("k is a") + ".*Broken that cannot be shared: it is lost"):
         arrays.adopt("k", Broken(randn(2)))
@@ -84,6 +85,16 @@ def test_overlaps_are_those_with_the_elements(view):
     assert arrays.overlaps(array, byte) == range(start, end)
     assert arrays.overlaps(byte, array) == range(1 - end, 1 - start)
     assert arrays.overlaps(array, array) == range(start - end + 1, end - start)
+
+
+@pytest.mark.parametrize(
+    "views", [(np.s_[:, ::2], np.s_[:, 1::2]), (np.s_[:, :3], np.s_[1:, 2:]), (np.s_[2:], np.s_[::-3])]
+)
+def test_elements_are_shared_where_some_lie_in_both(views):
+    array = np.arange(4 * 6 * 8, dtype=np.int16).reshape(4, 6, 8)
+    one, other = (array[view] for view in views)
+    distance = arrays.address(other) - arrays.address(one)
+    assert arrays.share_elements(one, other, distance) == bool(np.intersect1d(one, other).size)
 
 
 def test_an_empty_array_overlaps_nothing():

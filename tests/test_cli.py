@@ -106,6 +106,9 @@ def test_explain_takes_every_option():
         ("S gpu=H200", "S needs a value"),
         ("H=3 Hk=2 gpu=H200", "num_heads must be a multiple of num_kv_heads"),
         ("window=3 gpu=H200", "expected LEFT,RIGHT"),
+        ("S=0 gpu=H200", "S is 0; expected 1 at least"),
+        ("B=-1 gpu=A100", "B is -1; expected 1 at least"),
+        ("deterministic=yes gpu=H200", "deterministic is 'yes'; expected True or False"),
         ("dtype=float64 gpu=H200", "expected one of float16, bfloat16, float32"),
         ("causal=maybe gpu=H200", "causal is 'maybe'"),
         ("gpu=H2000", "expected one of T4, "),
@@ -115,6 +118,13 @@ def test_explain_takes_every_option():
 def test_explain_says_what_is_wrong(description, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         explain(description, no_gpu)
+
+
+def test_a_demo_of_nothing_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["demo", "--tokens", "0"])
+    assert stopped.value.code == 2
+    assert "--tokens: 0 is no length" in capsys.readouterr().err
 
 
 def test_a_wrong_description_is_a_usage_error(capsys):

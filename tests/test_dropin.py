@@ -89,9 +89,17 @@ def test_flash_packed(return_probs):
         ),
         (NotImplementedError, "dropout_p", lambda: cupyflash.flash_attn_qkvpacked_func(Q, dropout_p=0.1)),
         (ValueError, "window_size left is -2", lambda: cupyflash.flash_attn_func(Q, K, V, window_size=(-2, 0))),
-        (ValueError, "window_size right is -3; expected an integer >= 0, or -1", lambda: cupyflash.flash_attn_func(Q, K, V, window_size=(1, -3))),
+        (
+            ValueError,
+            "window_size right is -3; expected an integer >= 0, or -1",
+            lambda: cupyflash.flash_attn_func(Q, K, V, window_size=(1, -3)),
+        ),
         (TypeError, "softmax_scale is a str", lambda: cupyflash.flash_attn_func(Q, K, V, softmax_scale="1")),
-        (ValueError, "causal is 'top_left'; expected True or False", lambda: cupyflash.flash_attn_func(Q, K, V, causal="top_left")),
+        (
+            ValueError,
+            "causal is 'top_left'; expected True or False",
+            lambda: cupyflash.flash_attn_func(Q, K, V, causal="top_left"),
+        ),
         (ValueError, "is_causal is 'no'", lambda: cupyflash.scaled_dot_product_attention(Q, K, V, is_causal="no")),
         (ValueError, "is_causal is 2", lambda: cupyflash.dot_product_attention(Q, K, V, is_causal=2)),
         (ValueError, "window_size is 3", lambda: cupyflash.flash_attn_func(Q, K, V, window_size=3)),
@@ -119,7 +127,11 @@ def test_flash_packed(return_probs):
             lambda: cupyflash.dot_product_attention(Q, K, V, implementation="cudnn"),
         ),
         (ValueError, "query has shape (5, 8)", lambda: cupyflash.dot_product_attention(Q[0, :, 0], K, V)),
-        (ValueError, "local_window_size left is -1", lambda: cupyflash.dot_product_attention(Q, K, V, local_window_size=-1)),
+        (
+            ValueError,
+            "local_window_size left is -1",
+            lambda: cupyflash.dot_product_attention(Q, K, V, local_window_size=-1),
+        ),
     ],
 )
 def test_nothing_is_ignored(error, message, call):

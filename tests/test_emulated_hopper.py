@@ -273,7 +273,11 @@ def test_who_polls_starves_nobody(last, order, copy_mode):
         (None, {"order": "reverse"}, r"spin_until: a counter in global memory stays at 0"),  # no block before runs
         ("relay_wait", {"order": "reverse"}, r"wrong"),
         ("relay_told", {"order": "forward"}, r"spin_until: a counter in global memory stays at 0"),
-        ("relay_done", {"order": "forward", "copy_mode": "wait", "workers": 4}, r"wrong"),  # told of before it has landed
+        (
+            "relay_done",
+            {"order": "forward", "copy_mode": "wait", "workers": 4},
+            r"wrong",
+        ),  # told of before it has landed
         ("relay_seen", {"order": "forward"}, r"bulk_store: no fence_async_global since the thread saw what others did"),
         ("relay_fence", {"order": "forward"}, r"bulk_store: reads shared offset \d+, where a thread has written"),
     ],

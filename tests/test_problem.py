@@ -107,6 +107,8 @@ def test_any_finite_scale(scale):
     [
         (ValueError, "scale is nan", {"scale": math.nan}),
         (ValueError, "scale is inf", {"scale": math.inf}),
+        (ValueError, "it must be finite (in float32)", {"scale": 10**400}),
+        (ValueError, "scale / softcap must be finite", {"scale": 1e3, "softcap": 1e-37}),
         (ValueError, "finite (in float32)", {"scale": 1e39}),
         (TypeError, "scale is a str", {"scale": "1"}),
         (TypeError, "scale is a ndarray", {"scale": np.ones(())}),
@@ -116,6 +118,8 @@ def test_any_finite_scale(scale):
         (ValueError, "softcap is 1e-40", {"softcap": 1e-40}),
         (ValueError, "causal is 'bottom_left'", {"causal": "bottom_left"}),
         (ValueError, "causal is 2", {"causal": 2}),
+        (ValueError, "causal is array([ True, False])", {"causal": np.array([True, False])}),
+        (ValueError, "deterministic is 'no'; expected True or False", {"deterministic": "no"}),
         (ValueError, "contradicts", {"causal": "top_left", "alignment": "bottom_right"}),
         (ValueError, "layout is 'sbhd'", {"layout": "sbhd"}),
         (ValueError, "precision is 'fast'", {"precision": "fast"}),

@@ -79,8 +79,8 @@ FAULTS = [
     fault(
         "backward wgmma: others are told before the first dQ is stored",
         "backward_wgmma.cu",
-        "            bulk_wait<0>();  // what the copy engine has done is then seen by all that is ordered after this thread\n",
-        "",
+        "            bulk_wait<0>();  // what",
+        "            // what",
         "what they add is stored over",
         "backward hopper, plain, 300x520x1x3x1",
     ),
