@@ -34,7 +34,7 @@ FAULTS = [
         "                wgmma_wait<0>();\n                wgmma_settle(O.x);\n                release_V();\n",
         "                release_V();\n                wgmma_wait<0>();\n                wgmma_settle(O.x);\n",
         "products read late",
-        "hopper wide, causal, 300x300x1x4x2",
+        *("hopper wide, plain, 130x70x1x5x1", "hopper wide, window, 300x300x1x3x1"),
     ),
     fault(
         "forward (wgmma): scores before their product is done",
