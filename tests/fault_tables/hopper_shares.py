@@ -82,11 +82,11 @@ FAULTS = [
         FOUR_PARTS,
     ),
     fault(
-        "shares: parts of both warpgroups in one place",
-        "include/shares.cuh",
-        "(kConsumers * block + warpgroup) * kPart;",
-        "kConsumers * block * kPart;",
-        "their keys differ",
+        "shares: the second warpgroup's part is in the first's place",
+        "backward_wgmma.cu",
+        "            float* part = part_sums(params, block, index);\n            store",
+        "            float* part = part_sums(params, block, 0);\n            store",
+        "nobody looks for it there",
         FOUR_PARTS,
     ),
     fault(
