@@ -8,7 +8,6 @@ look-up and a launch with new addresses.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import arrays
+from . import arrays, memory
 from .arrays import Array
 from .problem import Problem, check_gpu, check_shape, one_of, shape_in
 
@@ -314,7 +313,8 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
         call = _resolve(adopted["q"], adopted["k"], adopted["v"], Options(**options))
         if call.place != "cpu":
             kernels = "emulated" if call.place == "emulated" else "gpu"
-            views = (_bshd(call, array) for array in adopted.values() if _is_addressable(array))  # others are copied
+            in_place = filter(memory.is_addressable, adopted.values())  # others are copied
+            views = (_bshd(call, array) for array in in_place)
             importlib.import_module(f".{kernels}", __package__).check(call.problem, *views)
     except Exception as error:  # whatever keeps attention from working is the answer
         return False, str(error)
@@ -369,10 +369,10 @@ def _bind_forward(call: Call, q: Array, k: Array, v: Array, out: Array | None) -
     if out is not None:
         _check_out(out, q, k, v, call)
     result = call.xp.ndarray(call.out_shape, q.dtype) if out is None else out
-    if call.is_empty or not all(map(_is_addressable, (q, k, v, result))):
+    if call.is_empty or not all(map(memory.is_addressable, (q, k, v, result))):
         return None
     launch = call.backend.bind_forward(call.problem, *(_bshd(call, array) for array in (q, k, v, result)))
-    overlaps = () if out is None else tuple(arrays.overlaps(out, array) for array in (q, k, v))
+    overlaps = () if out is None else tuple(memory.overlaps(out, array) for array in (q, k, v))
     return Bound(call, launch, (call.out_shape, call.lse_shape), q.dtype.type, overlaps)
 
 
@@ -381,9 +381,8 @@ def _forward(call: Call, q: Array, k: Array, v: Array, out: Array | None, return
         out = target = call.xp.empty(call.out_shape, q.dtype)
     else:
         _check_out(out, q, k, v, call)
-        target = (
-            out if call.place not in _BY_KERNELS or _is_addressable(out) else call.xp.empty(call.out_shape, q.dtype)
-        )
+        in_place = call.place not in _BY_KERNELS or memory.is_addressable(out)
+        target = out if in_place else call.xp.empty(call.out_shape, q.dtype)
     lse = call.xp.empty(call.lse_shape, call.lse_dtype) if return_lse else None
 
     if call.is_empty:
@@ -442,8 +441,8 @@ def _bind_backward(
 ) -> Bound | None:
     """The call bound to its launches, as in ``_bind_forward``."""
     _check_gradients(call, q, dout, out, lse, dlse)
-    rows_fit = all(x is None or (x.flags.c_contiguous and _is_aligned(x)) for x in (lse, dlse))
-    if call.is_empty or not rows_fit or not all(map(_is_addressable, (dout, q, k, v, out))):
+    rows_fit = all(x is None or (x.flags.c_contiguous and memory.is_aligned(x)) for x in (lse, dlse))
+    if call.is_empty or not rows_fit or not all(map(memory.is_addressable, (dout, q, k, v, out))):
         return None
     results = (call.xp.ndarray(array.shape, array.dtype) for array in (q, k, v))
     views = (_bshd(call, array) for array in (dout, q, k, v, out, *results))
@@ -472,8 +471,8 @@ def _backward(call: Call, dout: Array, q: Array, k: Array, v: Array, out: Array,
         return dq, dk, dv
     dout, q, k, v, out = _operands(call, dout, q, k, v, out)
     gradients = (_bshd(call, gradient) for gradient in (dq, dk, dv))
-    lse = _contiguous(call, lse)
-    dlse = None if dlse is None else _contiguous(call, dlse)
+    lse = memory.contiguous(lse)
+    dlse = None if dlse is None else memory.contiguous(dlse)
     call.backend.backward(call.problem, dout, q, k, v, out, lse, *gradients, dlse)
     return dq, dk, dv
 
@@ -557,56 +556,13 @@ def _place(q: Array, device: str | None) -> str:
 
 def _operands(call: Call, *operands: Array) -> Any:
     """Views of arrays as (B, S, H, D), copied only where a kernel could not address their elements."""
-    if call.place in _BY_KERNELS and not all(map(_is_addressable, operands)):
-        operands = tuple(a if _is_addressable(a) else _copied(call, a) for a in operands)
+    if call.place in _BY_KERNELS and not all(map(memory.is_addressable, operands)):
+        operands = tuple(a if memory.is_addressable(a) else memory.copied(a) for a in operands)
     return [array.transpose(0, 2, 1, 3) for array in operands] if call.is_bhsd else operands
-
-
-def _contiguous(call: Call, array: Array) -> Array:
-    """The array, or a copy where a kernel could not read its elements one after the other."""
-    return array if array.flags.c_contiguous and _is_aligned(array) else _copied(call, array)
-
-
-def _copied(call: Call, array: Array) -> Array:
-    if _is_aligned(array):
-        return call.xp.ascontiguousarray(array)
-    if call.xp is np:
-        return np.array(array, order="C")
-    # A GPU cannot load such an element: byte by byte.
-    parts = call.xp.ndarray((*array.shape, array.itemsize), np.uint8, array.data, (*array.strides, 1))
-    return parts.copy().view(array.dtype).reshape(array.shape)
-
-
-def _is_aligned(array: Array) -> bool:
-    return not arrays.address(array) % array.itemsize and not any(stride % array.itemsize for stride in array.strides)
 
 
 def _bshd(call: Call, array: Array) -> Array:
     return array.transpose(0, 2, 1, 3) if call.is_bhsd else array
-
-
-def _is_addressable(array: Array) -> bool:
-    """Whether kernels can read an array in place: rows of head_dim consecutive elements, aligned to whole elements."""
-    return _strides_fit(array.strides, array.itemsize) and not arrays.address(array) % array.itemsize
-
-
-@functools.lru_cache(maxsize=4096)
-def _strides_fit(strides: tuple[int, ...], itemsize: int) -> bool:
-    batch, sequence, heads, element = strides
-    return element == itemsize and not (batch | sequence | heads) % itemsize
-
-
-@functools.lru_cache(maxsize=4096)
-def _shares_elements(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether a dimension, from the nearest elements on, steps over less than those before it span."""
-    if 0 in shape:
-        return False
-    span = itemsize
-    for stride, length in sorted((abs(stride), length) for length, stride in zip(shape, strides, strict=True)):
-        if length > 1 and stride < span:
-            return True
-        span += (length - 1) * stride
-    return False
 
 
 def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
@@ -615,9 +571,9 @@ def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
     check_shape("out", out, call.out_shape)
     if type(out) is np.ndarray and not out.flags.writeable:
         raise ValueError("out is read-only; pass an array that can be written to")
-    if _shares_elements(out.shape, out.strides, out.itemsize):
+    if memory.slides_over_itself(out):
         raise ValueError(f"out has strides {out.strides}, so that elements share memory; pass an array that owns each")
-    if type(out) is not np.ndarray and not _is_aligned(out):
+    if type(out) is not np.ndarray and not memory.is_aligned(out):
         raise ValueError(
             f"out has elements of {out.itemsize} bytes at an address, or with strides {out.strides}, that are no "
             "multiple of that, which a GPU cannot store; pass an array as CuPy allocates it"
@@ -625,5 +581,5 @@ def _check_out(out: Array, q: Array, k: Array, v: Array, call: Call) -> None:
     at = arrays.address(out)
     for name, array in (("q", q), ("k", k), ("v", v)):
         distance = arrays.address(array) - at
-        if distance in arrays.overlaps(out, array) and arrays.share_elements(out, array, distance):
+        if distance in memory.overlaps(out, array) and memory.share_elements(out, array, distance):
             raise ValueError(f"out overlaps {name} in memory; {name} is still read while out is written")

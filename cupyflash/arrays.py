@@ -8,11 +8,9 @@ looked up in ``sys.modules`` only: whoever holds a torch tensor has imported tor
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -150,46 +148,6 @@ def on_gpu_of(names: tuple[str, ...], *arrays: Array) -> contextlib.AbstractCont
 def address(array: Array) -> int:
     """The address of a native array's first element."""
     return int(array.__array_interface__["data"][0] if type(array) is np.ndarray else array.data.ptr)
-
-
-def overlaps(array: Array, other: Array) -> range:
-    """The distances from the address of ``array`` to that of ``other`` at which they cover the same memory."""
-    low, high = _span(array.shape, array.strides, array.itemsize)
-    other_low, other_high = _span(other.shape, other.strides, other.itemsize)
-    return range(low - other_high + 1, high - other_low)
-
-
-def share_elements(array: Array, other: Array, distance: int) -> bool:
-    """Whether elements of one lie in elements of the other, which begins ``distance`` bytes behind it."""
-    return _share_elements(array.shape, array.strides, other.shape, other.strides, array.itemsize, distance)
-
-
-@functools.lru_cache(maxsize=4096)
-def _share_elements(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    other_shape: tuple[int, ...],
-    other_strides: tuple[int, ...],
-    itemsize: int,
-    distance: int,
-) -> bool:
-    origin = 1 << 62  # of memory that nobody looks at
-
-    def at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        elements = {"shape": shape, "strides": strides, "typestr": f"|V{itemsize}", "data": (address, True)}
-        return np.asarray(SimpleNamespace(__array_interface__=elements | {"version": 3}))
-
-    return np.shares_memory(at(origin, shape, strides), at(origin + distance, other_shape, other_strides))
-
-
-@functools.lru_cache(maxsize=4096)
-def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """The half-open range of bytes that an array may touch, counted from its address."""
-    if 0 in shape:
-        return 0, 0
-    low = sum(min(0, (length - 1) * stride) for length, stride in zip(shape, strides, strict=True))
-    high = sum(max(0, (length - 1) * stride) for length, stride in zip(shape, strides, strict=True))
-    return low, high + itemsize
 
 
 def require_cupy(who: str) -> Any:

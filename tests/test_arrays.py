@@ -77,32 +77,6 @@ def test_bfloat16_without_ml_dtypes(monkeypatch):
         arrays.bfloat16("q")
 
 
-@pytest.mark.parametrize("view", [np.s_[:], np.s_[::-1, 1:], np.s_[:, ::2, 3:4], np.s_[2:3, ::-2, ::-1]])
-def test_overlaps_are_those_with_the_elements(view):
-    array, byte = randn(4, 6, 8)[view], np.zeros(1, np.int8)
-    first_bytes = [array[index[:-1]][index[-1] :].__array_interface__["data"][0] for index in np.ndindex(array.shape)]
-    start, end = (at - arrays.address(array) for at in (min(first_bytes), max(first_bytes) + array.itemsize))
-    assert arrays.overlaps(array, byte) == range(start, end)
-    assert arrays.overlaps(byte, array) == range(1 - end, 1 - start)
-    assert arrays.overlaps(array, array) == range(start - end + 1, end - start)
-
-
-@pytest.mark.parametrize(
-    "views", [(np.s_[:, ::2], np.s_[:, 1::2]), (np.s_[:, :3], np.s_[1:, 2:]), (np.s_[2:], np.s_[::-3])]
-)
-def test_elements_are_shared_where_some_lie_in_both(views):
-    array = np.arange(4 * 6 * 8, dtype=np.int16).reshape(4, 6, 8)
-    one, other = (array[view] for view in views)
-    distance = arrays.address(other) - arrays.address(one)
-    assert arrays.share_elements(one, other, distance) == bool(np.intersect1d(one, other).size)
-
-
-def test_an_empty_array_overlaps_nothing():
-    empty, byte = randn(4, 0, 8), np.zeros(1, np.int8)
-    assert not arrays.overlaps(empty, byte)
-    assert not arrays.overlaps(empty, empty)
-
-
 def test_libraries_are_looked_up_not_imported(monkeypatch):
     """A module of the right name that lacks what is looked for, as while it is being imported, is no library."""
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))

@@ -316,21 +316,25 @@ def test_deterministic_and_summed_gradients_agree():
     assert_right(fixed, host, causal=True)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_blocks_that_wait_for_one_another_share_the_gpu(D):
-    """Deterministic backwards on several streams: each runs as a whole, or a block would wait for one without room."""
-    host = on_host(2, 1100, 1500, 20, 4, D)
-    arrays = [to_gpu(x) for x in host]
-    expected = both(*arrays)
+def on_four_streams(arrays, **options):
+    """Results of 40 calls of ``both``, beside one another as far as the GPU has room."""
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     cupy.cuda.Device().synchronize()
     results = []
     for _ in range(10):
         for stream in streams:
             with stream:
-                results.append(both(*arrays))
+                results.append(both(*arrays, **options))
     cupy.cuda.Device().synchronize()
-    for result in results:
+    return results
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_blocks_that_wait_for_one_another_share_the_gpu(D):
+    """Deterministic backwards on several streams: each runs as a whole, or a block would wait for one without room."""
+    arrays = [to_gpu(x) for x in on_host(2, 1100, 1500, 20, 4, D)]
+    expected = both(*arrays)
+    for result in on_four_streams(arrays):
         assert_same_bits(result, expected)
 
 
@@ -344,15 +348,7 @@ def test_blocks_that_share_out_keys_share_the_gpu():
     expected = both(*arrays, deterministic=False)
     assert_right(expected, host)
     neighbours = 2.0**-10 * float(abs(expected[2]).max())
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
-    cupy.cuda.Device().synchronize()
-    results = []
-    for _ in range(10):
-        for stream in streams:
-            with stream:
-                results.append(both(*arrays, deterministic=False))
-    cupy.cuda.Device().synchronize()
-    for out, lse, dq, dk, dv in results:
+    for out, lse, dq, dk, dv in on_four_streams(arrays, deterministic=False):
         assert_same_bits((out, lse, expected[2], dk, dv), expected)
         assert float(abs(dq.astype(np.float32) - expected[2].astype(np.float32)).max()) <= neighbours
 
