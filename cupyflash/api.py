@@ -296,7 +296,8 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
             ``attention``.
 
     Returns:
-        (True, "") or (False, reason), the reason being the message that ``attention`` would raise.
+        (True, "") or (False, reason), the reason being the message that ``attention`` would raise, or that an option is
+        none of these.
 
     Example:
         >>> import numpy as np, cupyflash
@@ -304,9 +305,10 @@ def supported(q: Array, k: Array, v: Array, **options: Any) -> tuple[bool, str]:
         >>> cupyflash.supported(q, k, k)
         (False, 'k has 3 heads but q has 8; num_heads must be a multiple of num_kv_heads')
     """
-    unknown = [name for name in options if name not in Options._fields or name == "alignment"]
-    if unknown:
-        return False, f"attention() got an unexpected keyword argument {unknown[0]!r}"
+    known = [name for name in Options._fields if name != "alignment"]
+    for name in options:
+        if name not in known:
+            return False, f"{name} is no option that decides it; expected {', '.join(known)}"
     try:
         adopted = {name: arrays.adopt(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
         arrays.check_one_place(adopted)

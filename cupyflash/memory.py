@@ -39,7 +39,10 @@ def copied(array: Array) -> Array:
 
 
 def slides_over_itself(array: Array) -> bool:
-    """Whether some elements lie in others of the same array, as in a sliding window or a broadcast array."""
+    """Whether elements may lie in others of the same array, as in a sliding window or a broadcast array.
+
+    Slices and transposes of whole arrays never do. Dimensions that interleave and just miss one another count, too.
+    """
     return _slides_over_itself(array.shape, array.strides, array.itemsize)
 
 

@@ -429,8 +429,9 @@ def test_supported_never_raises():
         ((q, q, q.astype(np.int8)), {}, "v is int8"),
         ((q, q, q), {"window": (-1, 0)}, "window left is -1"),
         ((q, q, q), {"window": object()}, "expected None or (left, right)"),
-        ((q, q, q), {"dropout": 0.5}, "attention() got an unexpected keyword argument 'dropout'"),
-        ((q, q, q), {"alignment": "top_left"}, "attention() got an unexpected keyword argument 'alignment'"),
+        ((q, q, q), {"dropout": 0.5}, "dropout is no option that decides it; expected causal, "),
+        ((q, q, q), {"alignment": "top_left"}, "alignment is no option that decides it"),
+        ((q, q, q), {"return_lse": True}, "return_lse is no option that decides it"),
     ]:
         answer = cupyflash.supported(*arguments, **options)
         assert answer[0] is False

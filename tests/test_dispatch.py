@@ -6,6 +6,7 @@ import itertools
 import threading
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -382,6 +383,7 @@ def test_a_capture_keeps_its_workspaces_on_cuda(monkeypatch):
     monkeypatch.setattr(cuda.cupy.cuda, "get_current_stream", lambda: current)
     monkeypatch.setattr(cuda.cupy.cuda.runtime, "streamIsCapturing", captures.__contains__)
     monkeypatch.setattr(cuda, "capture_id", captures.__getitem__)
+    monkeypatch.setattr(cuda.CudaRuntime, "device", lambda self: 0)
     runtime = cuda.CudaRuntime()
 
     def workspace(stream, floats):
@@ -396,9 +398,14 @@ def test_a_capture_keeps_its_workspaces_on_cuda(monkeypatch):
     larger = workspace(0x99, 11)
     assert workspace(0x99, 10) == larger != first
     beside = workspace(0x98, 10)
+    captures[2] = 1  # the default stream of whichever thread
+    with ThreadPoolExecutor(1) as pool:
+        threads = [pool.submit(workspace, 2, 10).result(), workspace(2, 10)]
     captures[0x99] = 2
     again = workspace(0x99, 10)
-    assert {address: memory.size for address, memory in alive.items()} == {first: 40, larger: 44, beside: 40, again: 40}
+    expected = {first: 40, larger: 44, beside: 40, again: 40} | dict.fromkeys(threads, 40)
+    assert {address: memory.size for address, memory in alive.items()} == expected
+    assert len(expected) == 6
 
 
 def test_which_capture_is_under_way(monkeypatch):

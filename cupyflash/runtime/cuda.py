@@ -30,7 +30,7 @@ class CudaRuntime:
         self._modules: dict[Any, _Module] = {}
         self._limits: dict[int, Limits] = {}
         self._tile_counters: dict[tuple[int, int], Array] = {}
-        self._captured: dict[tuple[int, int], list[tuple[int, Any]]] = {}
+        self._captured: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
         self._lock = threading.Lock()
 
     def device(self) -> int:
@@ -107,9 +107,9 @@ class CudaRuntime:
     def _captured_workspace(self, stream: int, size: int) -> Any:
         """Kept for good: a graph may use it at any time from now on, and nobody says when there will be no more.
 
-        What one capture takes from one stream follows one another, and shares it.
+        What is captured on one stream follows one another, and shares it.
         """
-        key = capture_id(stream), stream
+        key = capture_id(stream), self.device(), threading.get_ident(), stream  # a thread's default stream is its own
         with self._lock:
             kept = self._captured.setdefault(key, [])
             if not kept or kept[-1][0] < size:
